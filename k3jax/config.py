@@ -1,0 +1,303 @@
+"""Configuration of the model: frozen dataclasses, where a variant is a type and not a flag.
+
+Independent numbers are fields, dependent ones are properties, impossible ones raise in ``__post_init__``. Every class
+here is immutable and hashable, so a configuration can be a static argument of a jitted function.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+RematPolicy = Literal["none", "dots", "full"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be built: the message names the field, the value, and what would be valid."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Every named integer field of ``config`` must be at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= 1, f"{type(config).__name__}.{name} = {value}, but it must be at least 1")
+
+
+@dataclass(frozen=True)
+class BoundedDecay:
+    """K3's decay: log-decay ``lower_bound * sigmoid(exp(A) z)``, in (lower_bound, 0) (K3 report, eq. 5)."""
+
+    lower_bound: float = -5.0
+
+    def __post_init__(self):
+        require(self.lower_bound < 0, f"BoundedDecay.lower_bound = {self.lower_bound}, but a log-decay is negative")
+
+
+@dataclass(frozen=True)
+class SoftplusDecay:
+    """Kimi Linear's decay: log-decay ``-exp(A) softplus(z)``, unbounded below (arXiv 2510.26692)."""
+
+
+@dataclass(frozen=True)
+class FullRankGate:
+    """Sigmoid output gate from one full matrix of the layer input (K3)."""
+
+
+@dataclass(frozen=True)
+class LowRankGate:
+    """Sigmoid output gate through a bottleneck (Kimi Linear's KDA)."""
+
+    rank: int
+
+    def __post_init__(self):
+        require_positive(self, "rank")
+
+
+@dataclass(frozen=True)
+class NoGate:
+    """No output gate."""
+
+
+@dataclass(frozen=True)
+class KDA:
+    """Kimi Delta Attention. ``forget_rank`` is the bottleneck of the forget gate, shared by all heads."""
+
+    heads: int
+    head_dim: int
+    forget_rank: int
+    conv: int = 4
+    decay: BoundedDecay | SoftplusDecay = BoundedDecay()
+    output_gate: FullRankGate | LowRankGate | NoGate = FullRankGate()
+
+    def __post_init__(self):
+        require_positive(self, "heads", "head_dim", "forget_rank", "conv")
+
+
+@dataclass(frozen=True)
+class NoPE:
+    """No position encoding: order comes from the KDA layers and the causal mask (K3)."""
+
+
+@dataclass(frozen=True)
+class RoPE:
+    """Rotary encoding on the shared key slice and its query counterpart (an ablation; arXiv 2104.09864)."""
+
+    theta: float = 10000.0
+
+    def __post_init__(self):
+        require(self.theta > 1, f"RoPE.theta = {self.theta}, but it must be above 1")
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Gated multi-head latent attention. ``q_rank=None`` is a plain query projection (Kimi Linear).
+
+    ``shared_dim`` is the key slice that all heads share (the released ``qk_rope_head_dim``); it stays part of the
+    dot product when there is no position encoding.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    shared_dim: int
+    v_dim: int
+    position: NoPE | RoPE = NoPE()
+    output_gate: FullRankGate | NoGate = FullRankGate()
+
+    def __post_init__(self):
+        require_positive(self, "heads", "kv_rank", "nope_dim", "shared_dim", "v_dim")
+        require(self.q_rank is None or self.q_rank >= 1, f"MLA.q_rank = {self.q_rank}: use None for a plain projection")
+        even = isinstance(self.position, NoPE) or self.shared_dim % 2 == 0
+        require(even, f"MLA.shared_dim = {self.shared_dim}, but RoPE rotates pairs: it must be even")
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.shared_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Values cached per token: the normalized latent and the shared key."""
+        return self.kv_rank + self.shared_dim
+
+
+@dataclass(frozen=True)
+class SiTU:
+    """``[b1 tanh(g/b1) sigmoid(g)] [b2 tanh(u/b2)]``: bounded by b1*b2 (K3 report, eq. 12)."""
+
+    beta: float = 4.0
+    linear_beta: float = 25.0
+
+    def __post_init__(self):
+        require(self.beta > 0 and self.linear_beta > 0, f"SiTU betas must be positive, got {self}")
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """``silu(g) u`` (arXiv 2002.05202)."""
+
+
+@dataclass(frozen=True)
+class QuantileBalancing:
+    """Histogram estimator of Quantile Balancing over the global batch (K3 report, section 2.3.3, appendix D)."""
+
+    bins: int = 1000
+
+    def __post_init__(self):
+        require(self.bins >= 2, f"QuantileBalancing.bins = {self.bins}, but it must be at least 2")
+
+
+@dataclass(frozen=True)
+class ExactQuantileBalancing:
+    """Quantile Balancing from all margins of the batch: exact, and as large as tokens x experts."""
+
+
+@dataclass(frozen=True)
+class SignRule:
+    """Loss-free balancing: the bias moves by ``rate`` against the sign of the overload (arXiv 2408.15664)."""
+
+    rate: float = 1e-3
+
+    def __post_init__(self):
+        require(self.rate > 0, f"SignRule.rate = {self.rate}, but it must be positive")
+
+
+@dataclass(frozen=True)
+class AuxLoss:
+    """Auxiliary load-balancing loss ``weight * E * sum_e load_e * score_e`` (arXiv 2101.03961), and no bias."""
+
+    weight: float = 1e-2
+
+    def __post_init__(self):
+        require(self.weight > 0, f"AuxLoss.weight = {self.weight}, but it must be positive")
+
+
+@dataclass(frozen=True)
+class NoBalancing:
+    """Nothing balances the experts (an ablation)."""
+
+
+Balancer = QuantileBalancing | ExactQuantileBalancing | SignRule | AuxLoss | NoBalancing
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Experts work in a latent of this width; ``norm`` is K3's RMSNorm before the up-projection."""
+
+    dim: int
+    norm: bool = True
+
+    def __post_init__(self):
+        require_positive(self, "dim")
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts: Stable LatentMoE with ``latent``, an ordinary MoE without (K3 report, eq. 11)."""
+
+    experts: int
+    active: int
+    width: int
+    shared: int
+    latent: Latent | None = None
+    scale: float = 1.0
+    balancer: Balancer = QuantileBalancing()
+
+    def __post_init__(self):
+        require_positive(self, "experts", "active", "width")
+        require(self.shared >= 0, f"MoE.shared = {self.shared}, but it must not be negative")
+        require(
+            self.active < self.experts,
+            f"MoE.active = {self.active} of {self.experts} experts, but it must be below the number of experts "
+            "(balancing needs the score of the first expert left out)",
+        )
+
+
+@dataclass(frozen=True)
+class PlainResidual:
+    """``x + f(x)``."""
+
+
+@dataclass(frozen=True)
+class BlockAttnRes:
+    """Block Attention Residuals: ``block`` counts decoder layers (K3 report, section 2.2; arXiv 2603.15031)."""
+
+    block: int
+
+    def __post_init__(self):
+        require_positive(self, "block")
+
+
+@dataclass(frozen=True)
+class FullAttnRes:
+    """Full Attention Residuals: every sub-layer mixes the outputs of all sub-layers before it (arXiv 2603.15031)."""
+
+
+Residual = PlainResidual | BlockAttnRes | FullAttnRes
+
+
+class LayerKind(NamedTuple):
+    """What distinguishes one decoder layer's code from another's."""
+
+    mixer: Literal["kda", "mla"]
+    ffn: Literal["dense", "moe"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The text backbone. ``full_attention`` lists the MLA layers, counted from 1 as in the released configuration.
+
+    ``dtype`` is the compute dtype; parameters are float32 masters, and the places that stay float32 whatever
+    ``dtype`` is are named where they are computed.
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    full_attention: tuple[int, ...]
+    kda: KDA
+    mla: MLA
+    dense_width: int
+    dense_layers: int
+    moe: MoE
+    residual: Residual
+    activation: SiTU | SwiGLU = SiTU()
+    eps: float = 1e-5
+    init_std: float = 0.02
+    dtype: Dtype = "bfloat16"
+    remat: RematPolicy = "full"
+
+    def __post_init__(self):
+        require_positive(self, "vocab", "dim", "layers", "dense_width")
+        wrong = [n for n in self.full_attention if not 1 <= n <= self.layers]
+        require(not wrong, f"ModelConfig.full_attention has {wrong}, but layers are counted from 1 to {self.layers}")
+        ordered = list(self.full_attention) == sorted(set(self.full_attention))
+        require(ordered, f"ModelConfig.full_attention must increase without repeats, got {self.full_attention}")
+        require(
+            0 <= self.dense_layers <= self.layers,
+            f"ModelConfig.dense_layers = {self.dense_layers}, but the model has {self.layers} layers",
+        )
+        require(self.eps > 0 and self.init_std > 0, f"eps and init_std must be positive, got {self.eps}, {self.init_std}")
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, first layer first."""
+        full = set(self.full_attention)
+        return tuple(
+            LayerKind("mla" if i + 1 in full else "kda", "dense" if i < self.dense_layers else "moe")
+            for i in range(self.layers)
+        )
+
+
+def every_fourth(layers: int, *, last: bool = True) -> tuple[int, ...]:
+    """MLA positions of the 3:1 pattern; ``last`` makes the final layer MLA too, as in K3 (4, 8, ..., 92, 93)."""
+    return tuple(sorted({*range(4, layers + 1, 4), *([layers] if last else [])}))
+
+
+replace = dataclasses.replace

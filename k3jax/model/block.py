@@ -1,0 +1,161 @@
+"""One decoder layer, and segments of layers that run as scans. The only place where a layer's kind is looked at."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from k3jax import config as c
+from k3jax import nn
+from k3jax.model import attnres, balancing, kda, layout, mla
+from k3jax.model.ffn import GatedFFN
+from k3jax.model.kda import KDALayer
+from k3jax.model.mla import MLALayer
+from k3jax.model.moe import MoELayer
+
+type Cache = kda.KDACache | mla.MLACache
+
+
+class LayerReport(NamedTuple):
+    """What a layer says beside its output; None where it does not apply.
+
+    balance: the balancer's observation (MoE layers, in training). max_logit: [H] (MLA layers). hidden: [B, T, D], the
+    stream's running value after the layer, when asked for.
+    """
+
+    balance: balancing.Observation | None
+    max_logit: Array | None
+    hidden: Array | None
+
+
+class Inputs(NamedTuple):
+    """What every layer sees of the batch. segment_ids and valid: [B, T]."""
+
+    segment_ids: Array | None
+    valid: Array
+
+
+class Continuation(NamedTuple):
+    """How new tokens continue cached sequences: positions before them, and how many of the T are real, [B] each."""
+
+    start: Array
+    lengths: Array
+
+
+class Layer(nnx.Module):
+    """A mixer and a feed-forward part, each behind a pre-norm and, with attention residuals, a depth mixture."""
+
+    def __init__(self, model: c.ModelConfig, kind: c.LayerKind, key: Array):
+        keys = dict(zip(("mixer", "ffn", "mixer_mix", "ffn_mix"), jax.random.split(key, 4)))
+        self.mixer_norm = nn.norm_weight(key, "mixer_norm", model.dim, "embed")
+        self.ffn_norm = nn.norm_weight(key, "ffn_norm", model.dim, "embed")
+        self.mixer = (KDALayer if kind.mixer == "kda" else MLALayer)(model, keys["mixer"])
+        if kind.ffn == "moe":
+            self.ffn = MoELayer(model, keys["ffn"])
+        else:
+            self.ffn = GatedFFN(model, model.dense_width, keys["ffn"])
+        if not isinstance(model.residual, c.PlainResidual):
+            self.mixer_mix = attnres.DepthMix(model, keys["mixer_mix"])
+            self.ffn_mix = attnres.DepthMix(model, keys["ffn_mix"])
+
+    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False):
+        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block."""
+        x, max_logit = self._read(model, stream, "mixer"), None
+        if isinstance(self.mixer, MLALayer):
+            y, max_logit = self.mixer(model, x, inputs.segment_ids)
+        else:
+            y = self.mixer(model, x, inputs.segment_ids)
+        stream = _add_mixer(model, stream, y, closes)
+        stream, seen = self._feed_forward(model, stream, inputs.valid, observe)
+        return stream, LayerReport(seen, max_logit, stream.running if capture else None)
+
+    def extend(self, model, stream, closes, cache: Cache, new: Continuation):
+        """The stream and the cache after T more tokens of each row."""
+        x = self._read(model, stream, "mixer")
+        where = new.start if isinstance(self.mixer, MLALayer) else new.lengths
+        y, cache = self.mixer.extend(model, x, cache, where)
+        stream = _add_mixer(model, stream, y, closes)
+        valid = jnp.ones(x.shape[:2], bool)
+        stream, _ = self._feed_forward(model, stream, valid, observe=False)
+        return stream, cache
+
+    def _read(self, model, stream, site):
+        """What a sub-layer reads: the depth mixture or the running sum, normalized."""
+        mixed = stream.running
+        if not isinstance(model.residual, c.PlainResidual):
+            mixed = getattr(self, f"{site}_mix")(model, stream)
+        return nn.rms_norm(mixed, getattr(self, f"{site}_norm")[...], model.eps)
+
+    def _feed_forward(self, model, stream, valid, observe):
+        x, seen = self._read(model, stream, "ffn"), None
+        if isinstance(self.ffn, MoELayer):
+            y, seen = self.ffn(model, x, valid, observe=observe)
+        else:
+            y = self.ffn(model, x)
+        return attnres.add(stream, y, close=isinstance(model.residual, c.FullAttnRes)), seen
+
+
+def _add_mixer(model, stream, y, closes):
+    """Adds a mixer's output; only the block form has to ask at run time whether a depth block starts here."""
+    match model.residual:
+        case c.PlainResidual():
+            return attnres.add(stream, y)
+        case c.FullAttnRes():
+            return attnres.add(stream, y, close=True)
+        case c.BlockAttnRes():
+            return attnres.add(stream, y, close=closes)
+
+
+def make_segment(model: c.ModelConfig, segment: layout.Segment, key: Array) -> nnx.List:
+    """One stacked :class:`Layer` per run: every parameter has leading axes [repeats, run length]."""
+
+    def stacked(run: layout.Run, key: Array) -> Layer:
+        keys = jax.random.split(key, (segment.repeats, run.count))
+        return jax.vmap(jax.vmap(lambda k: Layer(model, run.kind, k)))(keys)
+
+    keys = jax.random.split(key, len(segment.runs))
+    return nnx.List([stacked(run, k) for run, k in zip(segment.runs, keys)])
+
+
+def scan(body, carry, xs, length: int):
+    """``lax.scan``, except that a loop of one is no loop: nothing to compile around it."""
+    if length > 1:
+        return jax.lax.scan(body, carry, xs)
+    carry, y = body(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda leaf: leaf[None], y)
+
+
+def run_segment(segment: layout.Segment, layer_fn, carry, xs_per_run: list):
+    """Runs ``carry, y = layer_fn(carry, x)`` through every layer of a segment.
+
+    Args:
+      segment: the segment.
+      layer_fn: the step of one layer.
+      carry: what flows through.
+      xs_per_run: for each run, a pytree with leading axes [repeats, run length].
+
+    Returns:
+      the final carry, and a list with each run's outputs stacked in the same way.
+    """
+
+    def repeat(carry, xs):
+        outs = []
+        for run, x in zip(segment.runs, xs):
+            carry, y = scan(layer_fn, carry, x, run.count)
+            outs.append(y)
+        return carry, outs
+
+    return scan(repeat, carry, xs_per_run, segment.repeats)
+
+
+def checkpointed(policy: c.RematPolicy, fn):
+    """``fn`` under a rematerialization policy: ``none`` saves all, ``dots`` matmul outputs, ``full`` inputs only."""
+    match policy:
+        case "none":
+            return fn
+        case "dots":
+            return jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        case "full":
+            return jax.checkpoint(fn)

@@ -1,0 +1,175 @@
+"""The Kimi Delta Attention layer: projections, short convolution, gates. The recurrence itself is pallas_kernels.kda.
+
+K3 report (arXiv 2607.24653), section 2.1.1; Kimi Linear (arXiv 2510.26692).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from k3jax import config as c
+from k3jax import nn
+from k3jax.roles import Role
+from pallas_kernels.kda import kda
+
+
+class KDACache(NamedTuple):
+    """What a KDA layer remembers of a sequence: constant in its length.
+
+    state: [B, H, K, V] float32.
+    conv: the last ``taps - 1`` inputs of the q, k and v convolutions, oldest first, three arrays [B, taps - 1, H, K].
+    """
+
+    state: Array
+    conv: tuple[Array, Array, Array]
+
+
+def short_conv(x_BTHK: Array, weight_JHK: Array, segment_ids: Array | None, history_BJHK: Array | None = None) -> Array:
+    """Causal depthwise convolution and SiLU, in float32; the last tap multiplies the current token.
+
+    ``y[t] = sum_j weight[j] x[t - J + 1 + j]``, where inputs before the row, and of another document, count as zero.
+
+    Args:
+      x_BTHK: projection output, any float dtype.
+      weight_JHK: J taps per channel.
+      segment_ids: [B, T] document of each token, or None.
+      history_BJHK: the J - 1 inputs before the row, of the row's first document; None is zeros.
+
+    Returns:
+      [B, T, H, K] in the dtype of ``x_BTHK``.
+    """
+    taps, time = weight_JHK.shape[0], x_BTHK.shape[1]
+    if history_BJHK is None:
+        history_BJHK = jnp.zeros_like(x_BTHK, shape=(x_BTHK.shape[0], taps - 1, *x_BTHK.shape[2:]))
+    padded = jnp.concatenate([history_BJHK.astype(x_BTHK.dtype), x_BTHK], axis=1).astype(jnp.float32)
+    total = jnp.zeros_like(x_BTHK, dtype=jnp.float32)
+    for back in range(taps):
+        shifted = padded[:, taps - 1 - back : taps - 1 - back + time]
+        if segment_ids is not None and back:
+            first = jnp.repeat(segment_ids[:, :1], back, axis=1)
+            earlier = jnp.concatenate([first, segment_ids], axis=1)[:, :time]
+            shifted = jnp.where((earlier == segment_ids)[..., None, None], shifted, 0)
+        total += weight_JHK[taps - 1 - back] * shifted
+    return jax.nn.silu(total).astype(x_BTHK.dtype)
+
+
+def last_inputs(x_BTHK: Array, history_BJHK: Array, lengths_B: Array) -> Array:
+    """The convolution history after ``lengths_B`` of the T new inputs of each row: [B, J, H, K]."""
+    padded = jnp.concatenate([history_BJHK.astype(x_BTHK.dtype), x_BTHK], axis=1)
+    window = lengths_B[:, None] + jnp.arange(history_BJHK.shape[1])
+    return jnp.take_along_axis(padded, window[..., None, None], axis=1)
+
+
+def decay_bias_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Inverse softplus of a step size log-uniform in [1e-3, 1e-1], as in Mamba-2 (arXiv 2405.21060)."""
+    low, high = jnp.log(1e-3), jnp.log(1e-1)
+    step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)), 1e-4)
+    return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
+
+
+class KDALayer(nnx.Module):
+    """Weights of one KDA layer. Released names: ``self_attn.{q,k,v}_proj`` and so on (k3jax/hf/names.py)."""
+
+    def __init__(self, model: c.ModelConfig, key: Array):
+        spec, normal = model.kda, nn.normal(model.init_std)
+        D, H, K, R = model.dim, spec.heads, spec.head_dim, spec.forget_rank
+        heads, width = ("embed", "heads", "key"), (D, H, K)
+        for name in "qkv":
+            setattr(self, name, nn.param(key, name, width, role=Role.HEADS, axes=heads, init=normal))
+            conv = nn.param(
+                key, f"{name}_conv", (spec.conv, H, K), role=Role.CONV, axes=("tap", "heads", "key"), init=_conv_init
+            )
+            setattr(self, f"{name}_conv", conv)
+        self.forget_in = nn.param(key, "forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
+        self.forget_out = nn.param(
+            key, "forget_out", (R, H, K), role=Role.MATRIX, axes=("rank", "heads", "key"), init=normal
+        )
+        self.beta = nn.param(key, "beta", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
+        self.A_log = nn.param(key, "A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.zeros)
+        self.dt_bias = nn.param(
+            key, "dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=decay_bias_init
+        )
+        self.out_norm = nn.norm_weight(key, "out_norm", K, "value")
+        match spec.output_gate:
+            case c.FullRankGate():
+                self.gate = nn.param(key, "gate", width, role=Role.MATRIX, axes=heads, init=normal)
+            case c.LowRankGate(rank):
+                self.gate_in = nn.param(key, "gate_in", (D, rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
+                self.gate_out = nn.param(
+                    key, "gate_out", (rank, H, K), role=Role.MATRIX, axes=("rank", "heads", "value"), init=normal
+                )
+        self.out = nn.param(key, "out", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
+
+    def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> Array:
+        """[B, T, D] to [B, T, D], every document from a zero state."""
+        y, _ = self._attend(model, x_BTD, segment_ids, cache=None)
+        return y
+
+    def extend(self, model: c.ModelConfig, x_BTD: Array, cache: KDACache, lengths_B: Array) -> tuple[Array, KDACache]:
+        """The same for tokens that continue ``cache``; row b has ``lengths_B[b]`` real tokens, the rest is padding."""
+        time = jnp.arange(x_BTD.shape[1])
+        segment_ids = jnp.where(time < lengths_B[:, None], 0, -1)
+        return self._attend(model, x_BTD, segment_ids, cache, lengths_B)
+
+    def _attend(self, model, x_BTD, segment_ids, cache, lengths_B=None):
+        spec = model.kda
+        with jax.named_scope("kda_projections"):
+            inputs = [nn.einsum("btd,dhk->bthk", x_BTD, getattr(self, name)[...]) for name in "qkv"]
+            raw_gate = nn.einsum(
+                "btr,rhk->bthk", nn.einsum("btd,dr->btr", x_BTD, self.forget_in[...]), self.forget_out[...]
+            )
+            beta = nn.einsum("btd,dh->bth", x_BTD, self.beta[...])
+        with jax.named_scope("kda_conv"):
+            history = cache.conv if cache else (None,) * 3
+            weights = [getattr(self, f"{name}_conv")[...] for name in "qkv"]
+            q, k, v = (short_conv(x, w, segment_ids, h) for x, w, h in zip(inputs, weights, history))
+        with jax.named_scope("kda"):
+            o, state = kda(
+                q,
+                k,
+                v,
+                raw_gate,
+                beta,
+                A_log=self.A_log[...],
+                dt_bias=self.dt_bias[...],
+                lower_bound=spec.decay.lower_bound if isinstance(spec.decay, c.BoundedDecay) else None,
+                segment_ids=segment_ids,
+                initial_state=cache.state if cache else None,
+            )
+        with jax.named_scope("kda_output"):
+            o = self._gated_norm(model, o, x_BTD)
+            y = nn.einsum("bthv,dhv->btd", o, self.out[...])
+        if cache is None:
+            return y, None
+        conv = tuple(last_inputs(x, h, lengths_B) for x, h in zip(inputs, cache.conv))
+        return y, KDACache(state, conv)
+
+    def _gated_norm(self, model: c.ModelConfig, o_BTHV: Array, x_BTD: Array) -> Array:
+        """Per-head RMSNorm times the output gate: all in float32, cast once (K3 report, eq. 6)."""
+        normed = nn.rms_norm(o_BTHV.astype(jnp.float32), self.out_norm[...], model.eps)
+        match model.kda.output_gate:
+            case c.FullRankGate():
+                gate = nn.einsum("btd,dhv->bthv", x_BTD, self.gate[...])
+            case c.LowRankGate():
+                narrow = nn.einsum("btd,dr->btr", x_BTD, self.gate_in[...])
+                gate = nn.einsum("btr,rhv->bthv", narrow, self.gate_out[...])
+            case c.NoGate():
+                return normed.astype(x_BTD.dtype)
+        return (normed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x_BTD.dtype)
+
+
+def _conv_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Uniform in +-1/sqrt(taps): the default of a depthwise convolution in the released code's framework."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def init_cache(model: c.ModelConfig, batch: int) -> KDACache:
+    """The cache of one layer before the first token."""
+    spec = model.kda
+    conv = jnp.zeros((batch, spec.conv - 1, spec.heads, spec.head_dim), jnp.dtype(model.dtype))
+    state = jnp.zeros((batch, spec.heads, spec.head_dim, spec.head_dim), jnp.float32)
+    return KDACache(state, (conv, conv, conv))

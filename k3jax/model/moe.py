@@ -1,0 +1,161 @@
+"""Mixture of experts: router, dropless expert computation, and the Stable LatentMoE around them.
+
+K3 report (arXiv 2607.24653), section 2.3, eq. 11; LatentMoE is arXiv 2601.18089.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from k3jax import config as c
+from k3jax import nn
+from k3jax.model import balancing
+from k3jax.model.ffn import GatedFFN, gated
+from k3jax.roles import Role
+
+ROW_BLOCK = 128
+
+
+class Routing(NamedTuple):
+    """Where each token goes.
+
+    experts: [N, A] int32. weights: [N, A] float32, with a gradient. scores: [N, E] float32 without bias.
+    top: [N, A + 1] float32 biased scores, largest first.
+    """
+
+    experts: Array
+    weights: Array
+    scores: Array
+    top: Array
+
+
+def route(x_ND: Array, router_DE: Array, bias_E: Array, active: int, scale: float) -> Routing:
+    """Sigmoid scores; the ``active`` largest with the bias; weights are the chosen scores, normalized, without it.
+
+    All float32 at the highest matmul precision: lower precision flips experts that are nearly tied.
+    """
+    logits = jnp.einsum(
+        "nd,de->ne", x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    scores = jax.nn.sigmoid(logits)
+    top, experts = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias_E, active + 1)
+    experts = experts[:, :active]
+    chosen = jnp.take_along_axis(scores, experts, axis=1)
+    weights = scale * chosen / (chosen.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts, weights, scores, top)
+
+
+def expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, activation) -> Array:
+    """``sum_a p_a E_a(z)`` for every token, dropless: [N, L] in z's dtype, products and sum in float32.
+
+    Tokens are sorted by expert and go through grouped matmuls: ``lax.ragged_dot`` on accelerators, and on CPU, where
+    that computes every expert for every row, blocks of rows that belong to one expert each.
+    """
+    gate, up, down = (w.astype(z_NL.dtype) for w in (gate_ELF, up_ELF, down_ELF))
+    args = (z_NL, routing.experts, gate, up, down)
+    y_NAL = jax.lax.platform_dependent(
+        *args,
+        cpu=lambda *a: _blocked(*a, activation=activation),
+        default=lambda *a: _ragged(*a, activation=activation),
+    )
+    mixed = jnp.einsum("nal,na->nl", y_NAL.astype(jnp.float32), routing.weights)
+    return mixed.astype(z_NL.dtype)
+
+
+def dense_expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, activation) -> Array:
+    """The reference: every expert computes every token, and unchosen outputs count zero."""
+    combine_NE = (jax.nn.one_hot(routing.experts, gate_ELF.shape[0]) * routing.weights[..., None]).sum(axis=1)
+    g = jnp.einsum("nl,elf->nef", z_NL, gate_ELF)
+    u = jnp.einsum("nl,elf->nef", z_NL, up_ELF)
+    return jnp.einsum("nef,elf,ne->nl", gated(activation, g, u), down_ELF, combine_NE)
+
+
+def _ragged(z_NL, experts_NA, gate, up, down, *, activation):
+    """Each token's A expert outputs, [N, A, L], through ragged matmuls over the copies sorted by expert."""
+    N, A = experts_NA.shape
+    order = jnp.argsort(experts_NA.reshape(-1), stable=True)
+    sizes = jnp.bincount(experts_NA.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    rows = z_NL[order // A]
+    g, u = jax.lax.ragged_dot(rows, gate, sizes), jax.lax.ragged_dot(rows, up, sizes)
+    y = jax.lax.ragged_dot(gated(activation, g, u), down.swapaxes(1, 2), sizes)
+    return y[jnp.argsort(order)].reshape(N, A, -1)
+
+
+def _blocked(z_NL, experts_NA, gate, up, down, *, activation):
+    """The same through equal blocks of rows: each expert's rows are padded to whole blocks, ``N A / block + E`` in all."""
+    (N, A), E = experts_NA.shape, gate.shape[0]
+    block = min(ROW_BLOCK, N * A)
+    blocks = -(-N * A // block) + E
+    flat = experts_NA.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=E)
+    padded = -(-sizes // block) * block
+    starts, padded_starts = jnp.cumsum(sizes) - sizes, jnp.cumsum(padded) - padded
+    expert_of_copy = flat[order]
+    row_of_sorted = padded_starts[expert_of_copy] + jnp.arange(N * A) - starts[expert_of_copy]
+    row_of_copy = jnp.zeros(N * A, jnp.int32).at[order].set(row_of_sorted.astype(jnp.int32))
+    token_of_row = jnp.full(blocks * block, N, jnp.int32).at[row_of_sorted].set((order // A).astype(jnp.int32))
+    owner = jnp.searchsorted(jnp.cumsum(padded), jnp.arange(blocks) * block, side="right").clip(0, E - 1)
+    rows = jnp.take(z_NL, token_of_row, axis=0, mode="fill", fill_value=0).reshape(blocks, block, -1)
+    g = jnp.einsum("xnl,xlf->xnf", rows, gate[owner])
+    u = jnp.einsum("xnl,xlf->xnf", rows, up[owner])
+    y = jnp.einsum("xnf,xlf->xnl", gated(activation, g, u), down[owner])
+    return y.reshape(blocks * block, -1)[row_of_copy].reshape(N, A, -1)
+
+
+class MoELayer(nnx.Module):
+    """Router, routed experts (in a latent or at full width) and shared experts."""
+
+    def __init__(self, model: c.ModelConfig, key: Array):
+        spec, normal = model.moe, nn.normal(model.init_std)
+        D, E, F = model.dim, spec.experts, spec.width
+        L = spec.latent.dim if spec.latent else D
+        self.router = nn.param(
+            key, "router", (D, E), role=Role.ROUTER, axes=("embed", "router"), init=_router_init
+        )
+        self.bias = nn.State(jnp.zeros((E,), jnp.float32))
+        if spec.latent:
+            latent = ("embed", "latent")
+            self.latent_down = nn.param(key, "latent_down", (D, L), role=Role.MATRIX, axes=latent, init=normal)
+            self.latent_up = nn.param(key, "latent_up", (D, L), role=Role.MATRIX, axes=latent, init=normal)
+            if spec.latent.norm:
+                self.latent_norm = nn.norm_weight(key, "latent_norm", L, "latent")
+        experts = ("experts", "latent" if spec.latent else "embed", "ff")
+        for name in ("gate", "up", "down"):
+            setattr(self, name, nn.param(key, name, (E, L, F), role=Role.EXPERTS, axes=experts, init=normal))
+        if spec.shared:
+            self.shared = GatedFFN(model, spec.shared * F, key)
+
+    def __call__(
+        self, model: c.ModelConfig, x_BTD: Array, valid_BT: Array, *, observe: bool
+    ) -> tuple[Array, balancing.Observation | None]:
+        """[B, T, D] to [B, T, D]; with ``observe``, what the balancer needs to know of the batch."""
+        spec = model.moe
+        with jax.named_scope("moe_route"):
+            x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+            routing = route(x_ND, self.router[...], self.bias[...], spec.active, spec.scale)
+        with jax.named_scope("moe_experts"):
+            z = nn.einsum("nd,dl->nl", x_ND, self.latent_down[...]) if spec.latent else x_ND
+            u = expert_mix(z, routing, self.gate[...], self.up[...], self.down[...], model.activation)
+            if spec.latent:
+                u = nn.rms_norm(u, self.latent_norm[...], model.eps) if spec.latent.norm else u
+                u = nn.einsum("nl,dl->nd", u, self.latent_up[...])
+        y = u.reshape(x_BTD.shape)
+        if spec.shared:
+            y += self.shared(model, x_BTD)
+        if not observe:
+            return y, None
+        with jax.named_scope("moe_balance"):
+            seen = balancing.observe(
+                spec.balancer, routing.scores, self.bias[...], routing.experts, routing.top, valid_BT.reshape(-1)
+            )
+        return y, seen
+
+
+def _router_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Uniform in +-1/sqrt(D), as the released code initializes its router."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)

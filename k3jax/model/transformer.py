@@ -1,0 +1,151 @@
+"""The whole text backbone: embedding, segments of layers, output mixture, norm and head."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from k3jax import config as c
+from k3jax import nn
+from k3jax.model import attnres, kda, layout, mla
+from k3jax.model.block import (
+    Cache,
+    Continuation,
+    Inputs,
+    LayerReport,
+    checkpointed,
+    make_segment,
+    run_segment,
+)
+from k3jax.roles import Role
+from k3jax.shapes import PADDING_SEGMENT
+
+
+class DecodeState(NamedTuple):
+    """Cached sequences: per segment and run a stacked cache, and how many tokens each row has, [B] int32."""
+
+    caches: list[list[Cache]]
+    length: Array
+
+
+class Transformer(nnx.Module):
+    """Weights of a K3-class text model. The configuration stays outside: pass it to every call."""
+
+    def __init__(self, model: c.ModelConfig, key: Array, *, segments: tuple[layout.Segment, ...] | None = None):
+        segments = layout.plan(model.kinds) if segments is None else segments
+        key_embed, key_layers, key_mix = jax.random.split(key, 3)
+        normal = nn.normal(model.init_std)
+        self.embed = nn.param(
+            key_embed, "embed", (model.vocab, model.dim), role=Role.EMBEDDING, axes=("vocab", "embed"), init=normal
+        )
+        keys = jax.random.split(key_layers, len(segments))
+        self.segments = nnx.List([make_segment(model, segment, k) for segment, k in zip(segments, keys)])
+        if not isinstance(model.residual, c.PlainResidual):
+            self.mix = attnres.DepthMix(model, key_mix)
+        self.norm = nn.norm_weight(key, "norm", model.dim, "embed")
+        self.head = nn.param(
+            key_embed, "head", (model.dim, model.vocab), role=Role.UNEMBEDDING, axes=("embed", "vocab"), init=normal
+        )
+
+    def __call__(
+        self, model: c.ModelConfig, tokens_BT: Array, segment_ids: Array | None = None, *, observe: bool = False,
+        capture: bool = False, segments: tuple[layout.Segment, ...] | None = None,
+    ) -> tuple[Array, list[list[LayerReport]]]:
+        """Normalized final hidden states [B, T, D] and every layer's report.
+
+        Args:
+          model: the configuration these weights were made with.
+          tokens_BT: int32 token ids.
+          segment_ids: [B, T] document of each token, -1 for padding; None is one document per row.
+          observe: collect what the balancer needs (training).
+          capture: keep the running hidden state after every layer in its report.
+          segments: the decomposition into scans, if not the planned one.
+
+        Returns:
+          the hidden states in the compute dtype (multiply by :meth:`logits`' head for logits), and for each segment a
+          list with one report per run, every leaf with leading axes [repeats, run length].
+        """
+        segments = layout.plan(model.kinds) if segments is None else segments
+        valid = jnp.ones(tokens_BT.shape, bool) if segment_ids is None else segment_ids != PADDING_SEGMENT
+        inputs = Inputs(segment_ids, valid)
+
+        def layer_fn(stream, x):
+            layer, closes = x
+            return layer(model, stream, closes, inputs, observe=observe, capture=capture)
+
+        stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
+        reports = []
+        flags = _closing_flags(model, segments)
+        for segment, layers, closes in zip(segments, self.segments, flags):
+            step = checkpointed(model.remat, layer_fn)
+            stream, outs = run_segment(segment, step, stream, list(zip(layers, closes)))
+            reports.append(outs)
+        return self._final(model, stream), reports
+
+    def extend(
+        self, model: c.ModelConfig, tokens_BT: Array, state: DecodeState, lengths_B: Array | None = None
+    ) -> tuple[Array, DecodeState]:
+        """Final hidden states of T more tokens of each cached row, and the state after them.
+
+        Args:
+          lengths_B: how many of the T tokens are real, for rows padded on the right; None is all. Hidden states of
+            padding are meaningless and leave no trace in the state.
+        """
+        segments = layout.plan(model.kinds)
+        lengths = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32) if lengths_B is None else lengths_B
+        new = Continuation(state.length, lengths)
+
+        def layer_fn(stream, x):
+            layer, closes, cache = x
+            return layer.extend(model, stream, closes, cache, new)
+
+        stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
+        caches = []
+        for segment, layers, closes, cache in zip(segments, self.segments, _closing_flags(model, segments), state.caches):
+            stream, after = run_segment(segment, layer_fn, stream, list(zip(layers, closes, cache)))
+            caches.append(after)
+        return self._final(model, stream), DecodeState(caches, state.length + lengths)
+
+    def logits(self, hidden: Array) -> Array:
+        """Float32 logits [..., W] of final hidden states [..., D]."""
+        return jnp.einsum(
+            "...d,dw->...w", hidden, self.head[...].astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+
+    def _embed(self, model, tokens_BT):
+        with jax.named_scope("embed"):
+            return jnp.take(self.embed[...], tokens_BT, axis=0).astype(model.dtype)
+
+    def _final(self, model, stream):
+        with jax.named_scope("final_norm"):
+            mixed = stream.running if isinstance(model.residual, c.PlainResidual) else self.mix(model, stream)
+            return nn.rms_norm(mixed, self.norm[...], model.eps)
+
+
+def _closing_flags(model: c.ModelConfig, segments: tuple[layout.Segment, ...]) -> list[list[Array]]:
+    """For every segment and run, [repeats, run length] bool: which layers start a depth block."""
+    flags = [[[[False] * run.count for _ in range(s.repeats)] for run in s.runs] for s in segments]
+    for layer, slot in enumerate(layout.slots(segments)):
+        flags[slot.segment][slot.run][slot.repeat][slot.index] = attnres.closes_block(model.residual, layer)
+    return [[jnp.array(run) for run in segment] for segment in flags]
+
+
+def init_decode_state(model: c.ModelConfig, batch: int, length: int) -> DecodeState:
+    """Empty caches for ``batch`` rows of at most ``length`` tokens. KDA layers need no room for length."""
+
+    def stacked(segment: layout.Segment, run: layout.Run) -> Cache:
+        one = kda.init_cache(model, batch) if run.kind.mixer == "kda" else mla.init_cache(model, batch, length)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (segment.repeats, run.count, *x.shape)), one)
+
+    caches = [[stacked(segment, run) for run in segment.runs] for segment in layout.plan(model.kinds)]
+    return DecodeState(caches, jnp.zeros(batch, jnp.int32))
+
+
+def by_layer(segments: tuple[layout.Segment, ...], stacked: list[list]) -> list:
+    """Unstacks per-segment, per-run pytrees with leading axes [repeats, run length] into one per layer, in order."""
+    return [
+        jax.tree.map(lambda x: x[slot.repeat, slot.index], stacked[slot.segment][slot.run])
+        for slot in layout.slots(segments)
+    ]
