@@ -1,0 +1,174 @@
+"""Next-token cross-entropy that never holds the logits of a whole row.
+
+The row is cut along time into chunks; the logits of one chunk exist at a time, in the forward and in the backward pass.
+The cut is along time and not over flattened tokens so that the batch axis keeps its sharding.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class LossStats(NamedTuple):
+    """Sums over tokens, float32 scalars without gradient."""
+
+    nats: jax.Array  # sum of weight * cross-entropy
+    weight: jax.Array  # sum of weight
+    correct: jax.Array  # sum of weight where the target has the largest logit
+    z_square: jax.Array  # sum of weight * logsumexp ** 2
+
+
+def cross_entropy(hidden_BTD, head_DW, targets_BT, weights_BT, *, z_loss: float = 0.0):
+    """The readable twin of `chunked_cross_entropy`: all logits at once, in float32."""
+    logits_BTW = jnp.einsum("btd,dw->btw", hidden_BTD, head_DW, preferred_element_type=jnp.float32)
+    lse_BT = jax.nn.logsumexp(logits_BTW, axis=-1)
+    nats_BT = lse_BT - jnp.take_along_axis(logits_BTW, targets_BT[..., None], axis=-1)[..., 0]
+    loss = jnp.sum(weights_BT * (nats_BT + z_loss * lse_BT**2))
+    stats = LossStats(
+        nats=jnp.sum(weights_BT * nats_BT),
+        weight=jnp.sum(weights_BT),
+        correct=jnp.sum(weights_BT * (jnp.argmax(logits_BTW, axis=-1) == targets_BT)),
+        z_square=jnp.sum(weights_BT * lse_BT**2),
+    )
+    return loss, jax.lax.stop_gradient(stats)
+
+
+def chunked_cross_entropy(
+    hidden_BTD: jax.Array,
+    head_DW: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk: int,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, LossStats]:
+    """Weighted sum of next-token cross-entropy, plus `z_loss` times the sum of squared log-partitions.
+
+    The z-loss is the auxiliary loss of PaLM (arXiv 2204.02311, section 5): it keeps the softmax normalizer near 1.
+
+    Args:
+      hidden_BTD: output of the last norm, bfloat16 or float32. Matrix products run in this dtype and accumulate in
+        float32; the softmax is float32.
+      head_DW: the output projection, any float dtype. Pass the float32 master weights to get a gradient accumulated and
+        returned in float32.
+      targets_BT: int32 in [0, W).
+      weights_BT: float32; 0 leaves a position out.
+      chunk: positions of each row whose logits exist at a time; memory is about 3 * B * chunk * W * 4 bytes. T need not
+        be a multiple of it.
+      z_loss: coefficient of the squared log-partition.
+
+    Returns:
+      The float32 sum to differentiate (divide it by the number of tokens), and sums for reporting. Under
+      differentiation the gradients are made in the forward pass, where the logits of the chunk are at hand, so they
+      are never computed twice.
+
+    Raises:
+      ValueError: shapes that disagree, a chunk below 1, or a negative z_loss.
+    """
+    _check(hidden_BTD, head_DW, targets_BT, weights_BT, chunk, z_loss)
+    chunk = min(chunk, max(targets_BT.shape[1], 1))
+    loss, stats = _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT.astype(jnp.float32))
+    return loss, jax.lax.stop_gradient(stats)
+
+
+def _check(hidden_BTD, head_DW, targets_BT, weights_BT, chunk, z_loss):
+    shapes = f"hidden {hidden_BTD.shape}, head {head_DW.shape}, targets {targets_BT.shape}, weights {weights_BT.shape}"
+    if hidden_BTD.ndim != 3 or head_DW.ndim != 2 or hidden_BTD.shape[2] != head_DW.shape[0]:
+        raise ValueError(f"expected hidden [B, T, D] and head [D, W], got {shapes}")
+    if targets_BT.shape != hidden_BTD.shape[:2] or weights_BT.shape != hidden_BTD.shape[:2]:
+        raise ValueError(f"expected targets and weights of shape {hidden_BTD.shape[:2]}, got {shapes}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if z_loss < 0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
+    head = head_DW.astype(hidden_BTD.dtype)
+
+    def step(sums, piece):
+        _, _, _, _, add = _piece_loss(head, piece, z_loss)
+        return jax.tree.map(jnp.add, sums, add), None
+
+    sums, _ = jax.lax.scan(step, _zero_sums(), _split(chunk, hidden_BTD, targets_BT, weights_BT))
+    return sums
+
+
+def _forward(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
+    """As `_loss`, and keeps the gradients of the sum: d_hidden, d_head (float32) and the loss of each token."""
+    head = head_DW.astype(hidden_BTD.dtype)
+
+    def step(carry, piece):
+        sums, d_head_DW = carry
+        logits, lse, onehot, token_loss, add = _piece_loss(head, piece, z_loss)
+        hidden, _, weights = piece
+        d_lse = (weights * (1.0 + 2.0 * z_loss * lse))[..., None]
+        d_logits = jnp.exp(logits - lse[..., None]) * d_lse - jnp.where(onehot, weights[..., None], 0.0)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_hidden = jnp.einsum("bcw,dw->bcd", d_logits, head, preferred_element_type=jnp.float32)
+        d_head_DW += jnp.einsum("bcd,bcw->dw", hidden, d_logits, preferred_element_type=jnp.float32)
+        return (jax.tree.map(jnp.add, sums, add), d_head_DW), (d_hidden.astype(hidden.dtype), token_loss)
+
+    carry = (_zero_sums(), jnp.zeros(head_DW.shape, jnp.float32))
+    pieces = _split(chunk, hidden_BTD, targets_BT, weights_BT)
+    (sums, d_head_DW), (d_hidden, token_loss) = jax.lax.scan(step, carry, pieces)
+    length = targets_BT.shape[1]
+    saved = (_join(d_hidden, length), d_head_DW.astype(head_DW.dtype), _join(token_loss, length))
+    return sums, saved
+
+
+def _backward(chunk, z_loss, saved, cotangent):
+    d_loss, _ = cotangent
+    d_hidden_BTD, d_head_DW, token_loss_BT = saved
+
+    def scale(x):
+        return (d_loss * x).astype(x.dtype)
+
+    return scale(d_hidden_BTD), scale(d_head_DW), None, scale(token_loss_BT)
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _piece_loss(head_DW, piece, z_loss):
+    """Float32 logits of one chunk, their logsumexp, the one-hot target, the loss of each token, and the sums."""
+    hidden_BCD, targets_BC, weights_BC = piece
+    logits_BCW = jnp.einsum("bcd,dw->bcw", hidden_BCD, head_DW, preferred_element_type=jnp.float32)
+    lse_BC = jax.nn.logsumexp(logits_BCW, axis=-1)
+    onehot_BCW = jnp.arange(head_DW.shape[1]) == targets_BC[..., None]
+    target_logit_BC = jnp.sum(jnp.where(onehot_BCW, logits_BCW, 0.0), axis=-1)
+    nats_BC = lse_BC - target_logit_BC
+    token_loss_BC = nats_BC + z_loss * lse_BC**2
+    stats = LossStats(
+        nats=jnp.sum(weights_BC * nats_BC),
+        weight=jnp.sum(weights_BC),
+        correct=jnp.sum(weights_BC * (jnp.argmax(logits_BCW, axis=-1) == targets_BC)),
+        z_square=jnp.sum(weights_BC * lse_BC**2),
+    )
+    return logits_BCW, lse_BC, onehot_BCW, token_loss_BC, (jnp.sum(weights_BC * token_loss_BC), stats)
+
+
+def _zero_sums():
+    zero = jnp.zeros((), jnp.float32)
+    return zero, LossStats(zero, zero, zero, zero)
+
+
+def _split(chunk, *arrays):
+    """[B, T, ...] to [T / chunk, B, chunk, ...]; the end is padded with zeros, which for weights means left out."""
+
+    def cut(x):
+        batch, length = x.shape[:2]
+        count = -(-length // chunk)
+        x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, count, chunk, *x.shape[2:]), 1, 0)
+
+    return tuple(cut(x) for x in arrays)
+
+
+def _join(pieces, length):
+    """Inverse of `_split`."""
+    count, batch, chunk = pieces.shape[:3]
+    return jnp.moveaxis(pieces, 0, 1).reshape(batch, count * chunk, *pieces.shape[3:])[:, :length]
