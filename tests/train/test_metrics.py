@@ -1,0 +1,94 @@
+"""The metrics file survives cut lines, resumes without duplicates, and refuses what readers could not use."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.metrics import MetricsWriter, read_metrics
+
+
+def _train(step, **more):
+    return {"step": step, "kind": "train", "loss": 1.0 / (step + 1), "seconds": float(step), **more}
+
+
+def test_lines_round_trip_with_arrays_and_numbers_that_are_not_finite(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(_train(0, grad_norm=float("nan"), lr=np.float32(0.5), tokens_per_second=jnp.float32(7)))
+        writer.write(_train(1, balance={"max_over_mean": jnp.ones(3), "dead_share": np.array([0.0, np.inf])}))
+        writer.write({"step": 1, "kind": "eval", "bits_per_byte": 2.25, "bytes": 10})
+        assert len(path.read_bytes().splitlines()) == 3, "on disk before the file is closed"
+    first, second, third = read_metrics(path)
+    assert first["grad_norm"] is None and first["lr"] == 0.5 and first["tokens_per_second"] == 7.0
+    assert second["balance"] == {"max_over_mean": [1.0, 1.0, 1.0], "dead_share": [0.0, None]}
+    assert third == {"step": 1, "kind": "eval", "bits_per_byte": 2.25, "bytes": 10}
+    assert "NaN" not in path.read_text()
+
+
+def test_every_cut_of_the_last_line_is_tolerated_and_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(3):
+            writer.write(_train(step))
+    whole = path.read_bytes()
+    start = whole[:-1].rindex(b"\n") + 1
+    for cut in range(start, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert [line["step"] for line in read_metrics(path)] == [0, 1]
+    path.write_bytes(whole[: start - 5] + b"\n" + whole[start:])
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        read_metrics(path)
+    with pytest.raises(FileNotFoundError):
+        read_metrics(tmp_path / "absent.jsonl")
+
+
+def test_resume_drops_later_steps_and_the_cut_line(tmp_path):
+    path, straight = tmp_path / "metrics.jsonl", tmp_path / "straight.jsonl"
+    with MetricsWriter(straight) as writer:
+        for step in range(6):
+            writer.write(_train(step))
+    with MetricsWriter(path) as writer:
+        for step in range(4):
+            writer.write(_train(step))
+    with open(path, "ab") as file:
+        file.write(b'{"step":4,"ki')
+    with MetricsWriter(path, resume_step=2) as writer:
+        for step in range(3, 6):
+            writer.write(_train(step))
+    assert path.read_bytes() == straight.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "straight.jsonl"]
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys; from k3jax.metrics import MetricsWriter; w = MetricsWriter(sys.argv[1]); n = 0\n"
+        "while True:\n  w.write({'step': n, 'kind': 'train', 'loss': 1.0, 'seconds': 0.0}); n += 1\n"
+        "  if n == 100: print('go', flush=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    steps = [line["step"] for line in read_metrics(path)]
+    assert len(steps) >= 100 and steps == list(range(len(steps)))
+
+
+def test_bad_use_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        with pytest.raises(ValueError, match="needs an integer step"):
+            writer.write({"kind": "train"})
+        with pytest.raises(ValueError, match="kind 'train' or 'eval', got .*trian"):
+            writer.write({"step": 1, "kind": "trian"})
+    with pytest.raises(FileExistsError, match="resume the run or choose another folder"):
+        MetricsWriter(path)
+    path.write_text(json.dumps([1, 2]) + "\n{}\n")
+    with pytest.raises(ValueError, match="line 1 is damaged: not an object with step and kind"):
+        read_metrics(path)
