@@ -151,11 +151,12 @@ def test_folder_leaves_out_what_is_hidden_binary_empty_or_unmatched(tmp_path):
 
 
 def test_baselines_are_those_of_the_programs(corpus):
-    documents = Documents.join([("a", b"abc" * 1000), ("b", bytes(range(256)) * 3)])
+    first, second = (corpus.held_out[i].tobytes() for i in (0, 1))
+    documents = Documents.join([("a", first), ("b", second), ("c", b"abc" * 1000)])
     got = compression_baselines(documents)
     whole = documents.data.tobytes()
     assert got["gzip"]["whole"] == 8 * len(gzip.compress(whole, 9, mtime=0)) / len(whole)
-    parts = [lzma.compress(documents[i].tobytes(), preset=9 | lzma.PRESET_EXTREME) for i in range(2)]
+    parts = [lzma.compress(documents[i].tobytes(), preset=9 | lzma.PRESET_EXTREME) for i in range(3)]
     assert got["xz"]["per_file"] == 8 * sum(map(len, parts)) / len(whole)
 
 
