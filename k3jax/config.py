@@ -6,7 +6,7 @@ here is immutable and hashable, so a configuration can be a static argument of a
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 RematPolicy = Literal["none", "dots", "full"]
 Dtype = Literal["float32", "bfloat16"]
@@ -27,6 +27,12 @@ def require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value >= 1, f"{type(config).__name__}.{name} = {value}, but it must be at least 1")
+
+
+def require_choice(config: object, name: str, literal: Any) -> None:
+    """Field ``name`` of ``config`` must be one of the values of a Literal."""
+    value, valid = getattr(config, name), get_args(literal)
+    require(value in valid, f"{type(config).__name__}.{name} = {value!r}, but it must be one of {', '.join(valid)}")
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,11 @@ class ModelConfig:
             0 <= self.dense_layers <= self.layers,
             f"ModelConfig.dense_layers = {self.dense_layers}, but the model has {self.layers} layers",
         )
-        require(self.eps > 0 and self.init_std > 0, f"eps and init_std must be positive, got {self.eps}, {self.init_std}")
+        require_choice(self, "dtype", Dtype)
+        require_choice(self, "remat", RematPolicy)
+        for name in ("eps", "init_std"):
+            value = getattr(self, name)
+            require(value > 0, f"ModelConfig.{name} = {value}, but it must be positive")
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
