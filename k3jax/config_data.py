@@ -6,12 +6,16 @@ source serves runs of every shape.
 
 import dataclasses
 
+from k3jax.config import require
 
-def _check_share(held_out: float) -> None:
-    if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0.0 < held_out < 1.0:
-        raise ValueError(
-            f"held_out is the share of files kept for evaluation, between 0 and 1 exclusive; got {held_out!r}"
-        )
+
+def _check_share(source: "Source") -> None:
+    share = source.held_out
+    require(
+        isinstance(share, float) and 0.0 < share < 1.0,
+        f"{type(source).__name__}.held_out = {share!r}, but it must be the share of files kept for evaluation, "
+        "strictly between 0 and 1",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class StdlibCorpus:
     held_out: float = 0.03
 
     def __post_init__(self):
-        _check_share(self.held_out)
+        _check_share(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +41,13 @@ class TextFolder:
     held_out: float = 0.03
 
     def __post_init__(self):
-        _check_share(self.held_out)
+        _check_share(self)
         for name in ("path", "pattern"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name} of TextFolder must be a non-empty string, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(
+                isinstance(value, str) and value != "",
+                f"TextFolder.{name} = {value!r}, but it must be a non-empty string",
+            )
 
 
 Source = StdlibCorpus | TextFolder
