@@ -1,7 +1,7 @@
 """How a list of layers becomes a few scans: compile time follows the distinct kinds of blocks, not the depth.
 
 A *run* is a number of consecutive layers of one kind; a *segment* is a short list of runs repeated some times. K3's 93
-layers ``K K K M  K K K M ... M`` with a dense first layer become ``[K dense] [KK M] 22 x [KKK M] [M]``: six layer bodies
+layers ``K K K M  K K K M ... M`` with a dense first layer become ``[K-dense KK] 22 x [M KKK] [MM]``: five layer bodies
 in all.
 """
 
