@@ -1,0 +1,44 @@
+"""Learning-rate schedules: cosine, and warm-up, stable, decay."""
+
+import optax
+
+from k3jax.config_optim import WSD, Cosine
+
+
+def make_schedule(config: Cosine | WSD, total_steps: int) -> optax.Schedule:
+    """A function from the number of updates already made to the learning rate of the next.
+
+    The k-th update (k from 1 to total_steps) uses the schedule at k, so the first rate is above zero; the last one is
+    `config.floor`, and so is any later one. A share above zero takes at least one step, the warm-up first, so that a
+    warmed-up run of one step is made at the peak.
+
+    Raises:
+      ValueError: fewer than one step.
+    """
+    if total_steps < 1:
+        raise ValueError(f"a schedule needs at least one step, got total_steps={total_steps}")
+    warmup = _steps(config.warmup, total_steps)
+    rise = optax.linear_schedule(0.0, config.peak, warmup) if warmup else optax.constant_schedule(config.peak)
+    match config:
+        case Cosine():
+            fall_steps, fall = total_steps - warmup, _cosine
+        case WSD():
+            fall_steps, fall = min(_steps(config.decay, total_steps), total_steps - warmup), _linear
+        case _:
+            raise TypeError(f"schedule must be Cosine or WSD, got {config!r}")
+    stable = optax.constant_schedule(config.peak)
+    fall = fall(config, fall_steps) if fall_steps else stable
+    rate = optax.join_schedules([rise, stable, fall], [warmup, total_steps - fall_steps])
+    return lambda count: rate(count + 1)
+
+
+def _steps(share: float, total_steps: int) -> int:
+    return max(1, round(share * total_steps)) if share > 0 else 0
+
+
+def _cosine(config: Cosine, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(config.peak, steps, alpha=config.floor / config.peak)
+
+
+def _linear(config: WSD, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(config.peak, config.floor, steps)
