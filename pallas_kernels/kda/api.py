@@ -1,0 +1,128 @@
+"""The public functions of Kimi Delta Attention."""
+
+from typing import Literal, get_args
+
+from absl import logging
+
+from pallas_kernels.kda import inputs
+from pallas_kernels.kda.chunked import kda_chunked
+from pallas_kernels.kda.reference import kda_reference
+
+Implementation = Literal["reference", "chunked", "mosaic_tpu"]
+
+# Up to this many tokens the recurrence does less work than one padded chunk.
+SHORT = 4
+
+
+def kda(
+    q,
+    k,
+    v,
+    gate,
+    beta,
+    *,
+    A_log,
+    dt_bias,
+    lower_bound=-5.0,
+    segment_ids=None,
+    initial_state=None,
+    num_segments=None,
+    implementation: Implementation | None = None,
+    chunk_size=64,
+):
+    """Kimi Delta Attention from what the short convolution and the projections give to the output of every head.
+
+    Kimi Linear (arXiv 2510.26692), eq. 1, with the decay of Kimi K3. Per head, with q and k divided by
+    sqrt(sum of squares + 1e-6), q scaled by K**-0.5, beta_t = sigmoid(beta logit) and alpha_t = exp(log-decay):
+
+      S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
+
+    Norms, gates, sums of log-decays, the solve inside a chunk and the state are float32 whatever the input, because errors
+    there grow with the length; float64 if an input is float64.
+
+    Args:
+      q: [B, T, H, K] bfloat16, float32 or float64, after the short convolution, not normalized.
+      k: [B, T, H, K], likewise.
+      v: [B, T, H, V].
+      gate: [B, T, H, K], raw: before the bias is added.
+      beta: [B, T, H] logits.
+      A_log: [H], logarithm of the gate's slope.
+      dt_bias: [H, K], added to the gate.
+      lower_bound: least log-decay per token, < 0: log-decay = lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)). None:
+        log-decay = -exp(A_log) * softplus(gate + dt_bias), which has no bound.
+      segment_ids: int [B, T], document of each token, non-decreasing along T; -1 is padding, which may stand anywhere,
+        changes no state, and has output and gradients exactly zero. None: every row is one document.
+      initial_state: state that the first document of each row starts from, [B, H, K, V] float32 (float64 with float64
+        inputs); with num_segments the state of every document, [B, num_segments, H, K, V]. None: zeros.
+      num_segments: number N of documents per row, whose numbers are then 0 .. N - 1. Asks for one state per document.
+      implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu". None takes the best
+        one for the target that the program is lowered for.
+      chunk_size: tokens per chunk, 16, 32, 64 or 128.
+
+    Returns:
+      (o, final_state): o [B, T, H, V] in v's dtype; final_state like initial_state: the state after the last token of each
+      row or, with num_segments, of each document (the initial one for a document without tokens). Differentiable in all
+      arrays but segment_ids.
+
+    Raises:
+      ValueError: a shape, lower_bound, chunk_size, num_segments or (where its values are known) segment_ids is not as above.
+      TypeError: a dtype is not as above; float16 is refused because its exponents are too short for products of decays.
+      NotImplementedError: the named implementation cannot run; the message says why.
+    """
+    inputs.validate(
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        num_segments=num_segments,
+        chunk_size=chunk_size,
+    )
+    chosen, reason = choose(q.shape, implementation=implementation)
+    logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
+    run = {"reference": kda_reference, "chunked": kda_chunked}[chosen]
+    static = dict(lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
+    return run(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, **static)
+
+
+def choose(shape, *, implementation: Implementation | None = None, platform: str | None = None) -> tuple[str, str]:
+    """(name, reason) of the implementation that ``kda`` runs for q of this shape on a lowering target.
+
+    Raises:
+      ValueError: implementation is not a known name.
+      NotImplementedError: the named implementation cannot run here.
+    """
+    if implementation is None:
+        short = shape[1] <= SHORT
+        return ("reference", f"{shape[1]} tokens") if short else ("chunked", "any target")
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation must be one of {get_args(Implementation)} or None, got {implementation!r}")
+    if implementation == "mosaic_tpu":
+        raise NotImplementedError("kda: there is no TPU kernel in this build; use 'chunked' or None")
+    return implementation, "named by the caller"
+
+
+def kda_step(q, k, v, gate, beta, state, *, A_log, dt_bias, lower_bound=-5.0):
+    """One token of ``kda`` for a batch of sequences, for decoding.
+
+    Args:
+      q, k, gate: [B, H, K]; v: [B, H, V]; beta: [B, H] logits; all raw, as for ``kda``.
+      state: [B, H, K, V] float32 (float64 with float64 inputs).
+      A_log, dt_bias, lower_bound: as for ``kda``.
+
+    Returns:
+      (o [B, H, V] in v's dtype, new state).
+
+    Raises:
+      ValueError, TypeError: as ``kda``.
+    """
+    token = [x[:, None] for x in (q, k, v, gate, beta)]
+    o, state = kda(
+        *token, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, initial_state=state, implementation="reference"
+    )
+    return o[:, 0], state

@@ -1,0 +1,157 @@
+"""Kimi Delta Attention in chunks of C tokens: the form for CPU and GPU, and the check of the TPU kernels.
+
+Kimi Linear (arXiv 2510.26692), section 3, with the right-hand side folded. Inside a chunk with incoming state S and
+G_i = sum of log-decays up to and including token i:
+
+  A_ij = <q_i, k_j exp(G_i - G_j)>  (i >= j)        B_ij = <k_i, k_j exp(G_i - G_j)>  (i > j)
+  R = V - (K exp(G)) S                              N = T Diag(beta) R,  T = (I + Diag(beta) B)^-1
+  O = (Q exp(G)) S + A N                            S' = Diag(exp(G_C)) S + (K exp(G_C - G))^T N
+
+A scan runs over chunks, never over tokens. Its backward keeps the inputs, the state at the start of each chunk, and T.
+With P = Diag(beta) R, the inverse needs no derivative of its own: dP = T^T dN and d(Diag(beta) B) = -stril(dP N^T).
+
+Everything is float32 (float64 when an input is), and every product asks for full precision, because the inverse and the
+sums of log-decays amplify rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import inputs, slots
+from pallas_kernels.kda.intra_chunk import Factors, einsum, factors, unit_lower_inverse
+
+
+def kda_chunked(
+    q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, *, lower_bound, num_segments, chunk_size
+):
+    """The chunk form over whole sequences; arguments as ``pallas_kernels.kda.kda``, whose checks have passed."""
+    dtype = inputs.arithmetic_dtype(q, k, v, gate, beta, A_log, dt_bias)
+    parameters = A_log.astype(dtype), dt_bias.astype(dtype)
+    shape = inputs.state_shape(q, v, num_segments)
+    initial = jnp.zeros(shape, dtype) if initial_state is None else initial_state
+    slots_BNHKV = initial if num_segments is not None else initial[:, None]
+    docs = slots.chunk_documents(segment_ids, q.shape[:2], chunk_size, per_document=num_segments is not None)
+    o, slots_BNHKV = _kda(lower_bound, chunk_size, (q, k, v, gate, beta), parameters, slots_BNHKV, docs)
+    return o, slots_BNHKV if num_segments is not None else slots_BNHKV[:, 0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kda(lower_bound, chunk, tokens, parameters, slots_BNHKV, docs):
+    return _kda_fwd(lower_bound, chunk, tokens, parameters, slots_BNHKV, docs)[0]
+
+
+def _kda_fwd(lower_bound, chunk, tokens, parameters, initial_BNHKV, docs):
+    v = tokens[2]
+    chunks = tuple(_split(x, chunk) for x in tokens)
+
+    def step(slots_BNHKV, xs):
+        index, doc = xs
+        x = _prepare(_at(chunks, index), parameters, doc, lower_bound)
+        start_BHKV = slots.entering_state(slots_BNHKV, doc)
+        o_BHCV, slots_BNHKV, T_BHCC = _chunk_fwd(x, slots_BNHKV, doc, lower_bound)
+        return slots_BNHKV, (o_BHCV.swapaxes(1, 2).astype(v.dtype), start_BHKV, T_BHCC)
+
+    count = chunks[0].shape[1]
+    final_BNHKV, (o, starts, inverses) = jax.lax.scan(step, initial_BNHKV, (jnp.arange(count), docs))
+    residuals = (tokens, parameters, initial_BNHKV, docs, starts, inverses)
+    return (_join(o, v.shape[1]), final_BNHKV), residuals
+
+
+def _kda_bwd(lower_bound, chunk, residuals, cotangents):
+    tokens, parameters, initial_BNHKV, docs, starts, inverses = residuals
+    do, dfinal_BNHKV = cotangents
+    chunks = tuple(_split(x, chunk) for x in (*tokens, do))
+
+    def step(carry, xs):
+        dslots_BNHKV, dparameters = carry
+        index, doc, start_BHKV, T_BHCC = xs
+        *raw, do_BCHV = _at(chunks, index)
+        slots_BNHKV = slots.with_entering_state(initial_BNHKV, start_BHKV, doc)
+        x, pull = jax.vjp(lambda raw, parameters: _prepare(raw, parameters, doc, lower_bound), raw, parameters)
+        do_BHCV = do_BCHV.swapaxes(1, 2).astype(x.v.dtype)
+        dx, dslots_BNHKV = _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, lower_bound, do_BHCV, dslots_BNHKV)
+        draw, dp = pull(dx)
+        return (dslots_BNHKV, jax.tree.map(jnp.add, dparameters, dp)), draw
+
+    carry = dfinal_BNHKV, jax.tree.map(jnp.zeros_like, parameters)
+    xs = jnp.arange(chunks[0].shape[1]), docs, starts, inverses
+    (dinitial_BNHKV, dparameters), draw = jax.lax.scan(step, carry, xs, reverse=True)
+    return tuple(_join(x, do.shape[1]) for x in draw), dparameters, dinitial_BNHKV, None
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def _chunk_fwd(x, slots_BNHKV, doc, lower_bound):
+    """One chunk: its output, the slots at its end, and T."""
+    f = factors(x.q, x.k, x.log_decay, doc.same_BCC, lower_bound=lower_bound)
+    beta = x.beta[..., None]
+    T_BHCC = unit_lower_inverse(beta * f.B_CC)
+    R_BHCV = x.v - slots.read(slots_BNHKV, f.k_in_CK, doc.read_BC)
+    N_BHCV = _apply(T_BHCC, beta * R_BHCV)
+    o_BHCV = slots.read(slots_BNHKV, f.q_in_CK, doc.read_BC) + _apply(f.A_CC, N_BHCV)
+    slots_BNHKV = slots.update(slots_BNHKV, f.decay_CK, [(f.k_out_CK, N_BHCV)], doc.write_BC, doc.keep_B)
+    return o_BHCV, slots_BNHKV, T_BHCC
+
+
+def _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, lower_bound, do_BHCV, dslots_BNHKV):
+    """Cotangents of one chunk's inputs and of the slots at its start, given those of its output and of the slots at its end."""
+    recompute = functools.partial(factors, same_BCC=doc.same_BCC, lower_bound=lower_bound)
+    f, pull = jax.vjp(recompute, x.q, x.k, x.log_decay)
+    beta = x.beta[..., None]
+    R_BHCV = x.v - slots.read(slots_BNHKV, f.k_in_CK, doc.read_BC)
+    N_BHCV = _apply(T_BHCC, beta * R_BHCV)
+    dN_BHCV = _apply_transposed(f.A_CC, do_BHCV) + slots.read(dslots_BNHKV, f.k_out_CK, doc.write_BC)
+    dP_BHCV = _apply_transposed(T_BHCC, dN_BHCV)
+    dR_BHCV = beta * dP_BHCV
+    dL_BHCC = -_outer(dP_BHCV, N_BHCV)
+    dq, dk, dg = pull(
+        Factors(
+            A_CC=_outer(do_BHCV, N_BHCV),
+            B_CC=beta * dL_BHCC,
+            q_in_CK=slots.read_transposed(slots_BNHKV, do_BHCV, doc.read_BC),
+            k_in_CK=slots.read_transposed(slots_BNHKV, -dR_BHCV, doc.read_BC),
+            k_out_CK=slots.read_transposed(dslots_BNHKV, N_BHCV, doc.write_BC),
+            decay_CK=slots.decay_cotangent(slots_BNHKV, dslots_BNHKV, f.decay_CK, doc.write_BC, doc.keep_B),
+        )
+    )
+    dbeta = jnp.sum(dP_BHCV * R_BHCV, axis=-1) + jnp.sum(dL_BHCC * f.B_CC, axis=-1)
+    outer = [(f.q_in_CK, do_BHCV), (f.k_in_CK, -dR_BHCV)]
+    dslots_BNHKV = slots.update(dslots_BNHKV, f.decay_CK, outer, doc.read_BC, doc.keep_B)
+    return inputs.Prepared(dq, dk, dR_BHCV, dg, dbeta), dslots_BNHKV
+
+
+def _apply(M_CC, x_CV):
+    return einsum("...ij,...jv->...iv", M_CC, x_CV)
+
+
+def _apply_transposed(M_CC, x_CV):
+    return einsum("...ij,...iv->...jv", M_CC, x_CV)
+
+
+def _outer(x_CV, y_CV):
+    return einsum("...iv,...jv->...ij", x_CV, y_CV)
+
+
+def _prepare(raw, parameters, doc, lower_bound):
+    """Prepared inputs of one chunk, heads before tokens."""
+    x = inputs.prepare(*raw, *parameters, doc.valid_BC, lower_bound=lower_bound)
+    return jax.tree.map(lambda a: a.swapaxes(1, 2), x)
+
+
+def _split(x, chunk):
+    """[B, T, ...] -> [B, chunks, C, ...], padded with zeros."""
+    padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
+    return padded.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+
+
+def _at(chunks, index):
+    return tuple(jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False) for x in chunks)
+
+
+def _join(x, T):
+    """[chunks, B, C, ...] -> [B, T, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
