@@ -1,0 +1,105 @@
+"""Every parameter of every preset has a role and a sharding rule, and one that has not is refused."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from k3jax import nn, presets, sharding
+from k3jax.accounting import parameters
+from k3jax.model import layout, weights
+from k3jax.roles import Role, meta_by_path, path_name
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+def test_every_parameter_has_a_role_and_a_rule(name):
+    model = presets.load(name).model
+    structure = weights.structure(model)
+    metas = meta_by_path(structure.meta)
+    shapes = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(structure.shapes.params)}
+    assert set(metas) == set(shapes)
+    segments = layout.plan(model.kinds)
+    for path, leaf in shapes.items():
+        meta, stacked = metas[path], 2 if path.startswith("segments/") else 0
+        assert leaf.dtype == jnp.float32, path
+        assert leaf.ndim == len(meta.axes) + stacked, path
+        if stacked:
+            _, segment, run, *_ = path.split("/")
+            layers = (segments[int(segment)].repeats, segments[int(segment)].runs[int(run)].count)
+            assert leaf.shape[:2] == layers, path
+        spec = sharding.spec(meta.axes, stacked=stacked)
+        used = [axis for axis in spec if axis is not None]
+        assert len(spec) == leaf.ndim and len(used) == len(set(used)), path
+        assert set(used) <= set(sharding.MESH_AXES), path
+    moe_layers = sum(kind.ffn == "moe" for kind in model.kinds)
+    assert sum(x.size for x in jax.tree.leaves(structure.shapes.router)) == moe_layers * model.moe.experts
+
+
+def test_every_role_occurs():
+    assert {p.meta.role for p in parameters(presets.tiny().model) if p.meta} == set(Role)
+
+
+def test_kimi_k3_divides_over_a_pod():
+    """16 x 16 x 8 chips: every sharded dimension splits evenly, and no chip holds over twice its share."""
+    sizes = {"data": 1, "fsdp": 16, "expert": 16, "context": 1, "tensor": 8, "pipeline": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    held = total = 0
+    for p in parameters(presets.kimi_k3().model):
+        if p.meta is None:
+            continue
+        spec = sharding.spec(p.meta.axes, stacked=p.stacked)
+        held += math.prod(NamedSharding(mesh, spec).shard_shape(p.shape))
+        total += p.size
+    assert held < 2 * total / (16 * 16 * 8)
+
+
+def test_spec():
+    assert sharding.spec(("embed", "ff"), stacked=2) == PartitionSpec(None, None, "fsdp", "tensor")
+    assert sharding.spec(("vocab", "heads")) == PartitionSpec("tensor", None), "one mesh axis shards one dimension"
+    assert sharding.spec(("rank", "key", "value")) == PartitionSpec(None, None, None)
+    assert set(sharding.RULES.values()) - {None} <= set(sharding.MESH_AXES)
+
+
+class Bare(nnx.Module):
+    """A module that makes one parameter properly and one behind the back of nn.param."""
+
+    def __init__(self, key):
+        self.good = nn.norm_weight(key, "good", 4, "embed")
+        self.bad = nnx.Param(jnp.zeros(4))
+
+
+def test_a_parameter_without_a_role_is_refused(key):
+    params = nnx.split(Bare(key), nnx.Param)[1]
+    with pytest.raises(ValueError, match="parameter bad has no role"):
+        nn.metadata(params)
+
+
+def test_bad_axes_are_refused(key):
+    def make(shape, axes, role=Role.MATRIX):
+        return nn.param(key, "w", shape, role=role, axes=axes, init=nn.zeros)
+
+    assert make((2, 3), ("embed", "ff")).get_metadata()["role"] is Role.MATRIX
+    with pytest.raises(KeyError, match=r"'embedd' has no sharding rule.*'embed'"):
+        make((2, 3), ("embedd", "ff"))
+    with pytest.raises(ValueError, match=r"parameter w: 1 axes \('embed',\) for shape \(2, 3\)"):
+        make((2, 3), ("embed",))
+
+
+def test_a_role_that_its_axes_do_not_fit_is_refused(key):
+    class Wrong(nnx.Module):
+        def __init__(self):
+            self.w = nn.param(key, "w", (2, 3), role=Role.EXPERTS, axes=("embed", "ff"), init=nn.zeros)
+
+    with pytest.raises(ValueError, match="needs exactly one axis named 'experts'"):
+        nn.metadata(nnx.split(Wrong(), nnx.Param)[1])
+
+
+def test_initial_values_depend_on_names_only(key):
+    """Another parameter changes nobody's initial value."""
+    first = nn.param(key, "a", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
+    again = nn.param(key, "a", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
+    other = nn.param(key, "b", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
+    assert (first == again).all() and (first != other).all()
