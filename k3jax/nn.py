@@ -1,29 +1,73 @@
 """Parameters and the few layers that every component shares. The only place that makes a parameter."""
 
+import math
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
 from k3jax import sharding
 from k3jax.roles import ParamMeta, Role
 
-type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
-
 
 class State(nnx.Variable):
     """An array that the model reads and training moves without a gradient (the router bias)."""
 
 
-def param(
-    key: Array, name: str, shape: tuple[int, ...], *, role: Role, axes: tuple[str, ...], init: Initializer
-) -> nnx.Param:
-    """A float32 parameter with its role and logical axes.
+@dataclass(frozen=True)
+class Normal:
+    """Normal with standard deviation ``std``."""
 
-    The random key is folded in by ``name``, so that adding a parameter changes no other's initial value.
+    std: float
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return self.std * rng.standard_normal(shape, np.float32)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform in [-bound, bound]."""
+
+    bound: float
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return self.bound * (2 * rng.random(shape, np.float32) - 1)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return np.full(shape, self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class DecayBias:
+    """Inverse softplus of a step size log-uniform in [low, high], as in Mamba-2 (arXiv 2405.21060)."""
+
+    low: float = 1e-3
+    high: float = 1e-1
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        step = np.exp(rng.uniform(math.log(self.low), math.log(self.high), shape))
+        return (step + np.log(-np.expm1(-step))).astype(np.float32)
+
+
+ZEROS, ONES = Constant(0.0), Constant(1.0)
+
+
+def param(name: str, shape: tuple[int, ...], *, role: Role, axes: tuple[str, ...], init) -> nnx.Param:
+    """A float32 parameter with its role, its logical axes and its initial distribution.
+
+    The value is a placeholder until :func:`initialize` draws it: modules are built from shapes alone.
 
     Raises:
       ValueError: ``axes`` does not name every dimension of ``shape``.
@@ -32,22 +76,30 @@ def param(
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} axes {axes} for shape {shape}")
     sharding.spec(axes)
-    folded = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return nnx.Param(init(folded, shape, jnp.float32), role=role, axes=axes)
+    return nnx.Param(jnp.zeros(shape, jnp.float32), role=role, axes=axes, init=init)
 
 
-def normal(std: float) -> Initializer:
-    """Normal initializer with standard deviation ``std``."""
-    return jax.nn.initializers.normal(std)
+def initialize(make: Callable[[], nnx.Module], seed: int) -> nnx.Module:
+    """The module that ``make`` builds, with every parameter drawn from its distribution.
+
+    Drawing happens on the host, which needs no compilation and gives the same bits on every backend. Each parameter has
+    a random stream of its own, keyed by its path, so that adding a parameter changes no other's initial value.
+    """
+    graph, params, rest = nnx.split(jax.eval_shape(make), nnx.Param, nnx.Variable)
+
+    def draw(path: tuple, variable: nnx.Param) -> nnx.Param:
+        stream = np.random.Philox(key=[seed, zlib.crc32(".".join(map(str, path)).encode())])
+        value = variable.get_metadata()["init"].draw(np.random.Generator(stream), variable.shape)
+        return variable.replace(jnp.asarray(value))
+
+    drawn = nnx.State.from_flat_path({path: draw(path, variable) for path, variable in nnx.to_flat_state(params)})
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
+    return nnx.merge(graph, drawn, empty)
 
 
-ones = jax.nn.initializers.ones
-zeros = jax.nn.initializers.zeros
-
-
-def norm_weight(key: Array, name: str, width: int, axis: str) -> nnx.Param:
+def norm_weight(name: str, width: int, axis: str) -> nnx.Param:
     """The gain of an RMSNorm: ones."""
-    return param(key, name, (width,), role=Role.NORM, axes=(axis,), init=ones)
+    return param(name, (width,), role=Role.NORM, axes=(axis,), init=ONES)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -72,7 +124,8 @@ def metadata(params: nnx.State) -> dict:
     def meta(path: tuple, variable: nnx.Variable) -> ParamMeta:
         facts = variable.get_metadata()
         if "role" not in facts or "axes" not in facts:
-            raise ValueError(f"parameter {'.'.join(map(str, path))} has no role or no logical axes: make it with nn.param")
+            name = ".".join(map(str, path))
+            raise ValueError(f"parameter {name} has no role or no logical axes: make it with nn.param")
         return ParamMeta(role=facts["role"], axes=tuple(facts["axes"]))
 
     tree: dict = {}

@@ -63,45 +63,38 @@ def last_inputs(x_BTHK: Array, history_BJHK: Array, lengths_B: Array) -> Array:
     return jnp.take_along_axis(padded, window[..., None, None], axis=1)
 
 
-def decay_bias_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Inverse softplus of a step size log-uniform in [1e-3, 1e-1], as in Mamba-2 (arXiv 2405.21060)."""
-    low, high = jnp.log(1e-3), jnp.log(1e-1)
-    step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)), 1e-4)
-    return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
-
-
 class KDALayer(nnx.Module):
     """Weights of one KDA layer. Released names: ``self_attn.{q,k,v}_proj`` and so on (k3jax/hf/names.py)."""
 
-    def __init__(self, model: c.ModelConfig, key: Array):
-        spec, normal = model.kda, nn.normal(model.init_std)
+    def __init__(self, model: c.ModelConfig):
+        spec, normal = model.kda, nn.Normal(model.init_std)
         D, H, K, R = model.dim, spec.heads, spec.head_dim, spec.forget_rank
         heads, width = ("embed", "heads", "key"), (D, H, K)
         for name in "qkv":
-            setattr(self, name, nn.param(key, name, width, role=Role.HEADS, axes=heads, init=normal))
+            setattr(self, name, nn.param(name, width, role=Role.HEADS, axes=heads, init=normal))
             conv = nn.param(
-                key, f"{name}_conv", (spec.conv, H, K), role=Role.CONV, axes=("tap", "heads", "key"), init=_conv_init
+                f"{name}_conv", (spec.conv, H, K), role=Role.CONV, axes=("tap", "heads", "key"), init=nn.Uniform(spec.conv**-0.5)
             )
             setattr(self, f"{name}_conv", conv)
-        self.forget_in = nn.param(key, "forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
+        self.forget_in = nn.param("forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
         self.forget_out = nn.param(
-            key, "forget_out", (R, H, K), role=Role.MATRIX, axes=("rank", "heads", "key"), init=normal
+            "forget_out", (R, H, K), role=Role.MATRIX, axes=("rank", "heads", "key"), init=normal
         )
-        self.beta = nn.param(key, "beta", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
-        self.A_log = nn.param(key, "A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.zeros)
+        self.beta = nn.param("beta", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
+        self.A_log = nn.param("A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.ZEROS)
         self.dt_bias = nn.param(
-            key, "dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=decay_bias_init
+            "dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=nn.DecayBias()
         )
-        self.out_norm = nn.norm_weight(key, "out_norm", K, "value")
+        self.out_norm = nn.norm_weight("out_norm", K, "value")
         match spec.output_gate:
             case c.FullRankGate():
-                self.gate = nn.param(key, "gate", width, role=Role.MATRIX, axes=heads, init=normal)
+                self.gate = nn.param("gate", width, role=Role.MATRIX, axes=heads, init=normal)
             case c.LowRankGate(rank):
-                self.gate_in = nn.param(key, "gate_in", (D, rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
+                self.gate_in = nn.param("gate_in", (D, rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
                 self.gate_out = nn.param(
-                    key, "gate_out", (rank, H, K), role=Role.MATRIX, axes=("rank", "heads", "value"), init=normal
+                    "gate_out", (rank, H, K), role=Role.MATRIX, axes=("rank", "heads", "value"), init=normal
                 )
-        self.out = nn.param(key, "out", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
+        self.out = nn.param("out", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> Array:
         """[B, T, D] to [B, T, D], every document from a zero state."""
@@ -159,12 +152,6 @@ class KDALayer(nnx.Module):
             case c.NoGate():
                 return normed.astype(x_BTD.dtype)
         return (normed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x_BTD.dtype)
-
-
-def _conv_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Uniform in +-1/sqrt(taps): the default of a depthwise convolution in the released code's framework."""
-    bound = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def init_cache(model: c.ModelConfig, batch: int) -> KDACache:
