@@ -66,20 +66,20 @@ def test_spec():
 class Bare(nnx.Module):
     """A module that makes one parameter properly and one behind the back of nn.param."""
 
-    def __init__(self, key):
-        self.good = nn.norm_weight(key, "good", 4, "embed")
+    def __init__(self):
+        self.good = nn.norm_weight("good", 4, "embed")
         self.bad = nnx.Param(jnp.zeros(4))
 
 
-def test_a_parameter_without_a_role_is_refused(key):
-    params = nnx.split(Bare(key), nnx.Param)[1]
+def test_a_parameter_without_a_role_is_refused():
+    params = nnx.split(Bare(), nnx.Param)[1]
     with pytest.raises(ValueError, match="parameter bad has no role"):
         nn.metadata(params)
 
 
-def test_bad_axes_are_refused(key):
-    def make(shape, axes, role=Role.MATRIX):
-        return nn.param(key, "w", shape, role=role, axes=axes, init=nn.zeros)
+def test_bad_axes_are_refused():
+    def make(shape, axes):
+        return nn.param("w", shape, role=Role.MATRIX, axes=axes, init=nn.ZEROS)
 
     assert make((2, 3), ("embed", "ff")).get_metadata()["role"] is Role.MATRIX
     with pytest.raises(KeyError, match=r"'embedd' has no sharding rule.*'embed'"):
@@ -88,18 +88,26 @@ def test_bad_axes_are_refused(key):
         make((2, 3), ("embed",))
 
 
-def test_a_role_that_its_axes_do_not_fit_is_refused(key):
+def test_a_role_that_its_axes_do_not_fit_is_refused():
     class Wrong(nnx.Module):
         def __init__(self):
-            self.w = nn.param(key, "w", (2, 3), role=Role.EXPERTS, axes=("embed", "ff"), init=nn.zeros)
+            self.w = nn.param("w", (2, 3), role=Role.EXPERTS, axes=("embed", "ff"), init=nn.ZEROS)
 
     with pytest.raises(ValueError, match="needs exactly one axis named 'experts'"):
         nn.metadata(nnx.split(Wrong(), nnx.Param)[1])
 
 
-def test_initial_values_depend_on_names_only(key):
+def test_initial_values_depend_on_seed_and_path_only():
     """Another parameter changes nobody's initial value."""
-    first = nn.param(key, "a", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
-    again = nn.param(key, "a", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
-    other = nn.param(key, "b", (3,), role=Role.VECTOR, axes=("embed",), init=nn.normal(1.0))[...]
-    assert (first == again).all() and (first != other).all()
+
+    class Some(nnx.Module):
+        def __init__(self, *names):
+            for name in names:
+                weight = nn.param(name, (3,), role=Role.VECTOR, axes=("embed",), init=nn.Normal(1.0))
+                setattr(self, name, weight)
+
+    few, more = nn.initialize(lambda: Some("a"), 0), nn.initialize(lambda: Some("b", "a"), 0)
+    other_seed = nn.initialize(lambda: Some("a"), 1)
+    assert (few.a[...] == more.a[...]).all()
+    assert (few.a[...] != more.b[...]).all()
+    assert (few.a[...] != other_seed.a[...]).all()
