@@ -88,7 +88,7 @@ class KDALayer(nnx.Module):
         self.out_norm = nn.norm_weight("out_norm", K, "value")
         match spec.output_gate:
             case c.FullRankGate():
-                self.gate = nn.param("gate", width, role=Role.MATRIX, axes=heads, init=normal)
+                self.gate = nn.param("gate", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
             case c.LowRankGate(rank):
                 self.gate_in = nn.param("gate_in", (D, rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
                 self.gate_out = nn.param(
