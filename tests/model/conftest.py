@@ -37,11 +37,10 @@ def tiny() -> c.ModelConfig:
 def shaken() -> Callable:
     """Weights with noise on every array: what starts at zero or one (queries, gains, biases) takes part too."""
 
-    def shake(tree, key=jax.random.key(1), size=0.3):
+    def shake(tree):
         leaves, structure = jax.tree.flatten(tree)
-        keys = jax.random.split(key, len(leaves))
-        noisy = [x + size * x.std() * jax.random.normal(k, x.shape) if x.std() > 0 else
-                 x + size * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        noisy = [x + 0.2 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys)]
         return jax.tree.unflatten(structure, noisy)
 
     return jax.jit(shake)

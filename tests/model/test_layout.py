@@ -14,9 +14,7 @@ KD, K, MD, M = (LayerKind(mixer, ffn) for mixer, ffn in itertools.product(("kda"
 
 def _k3_like(layers: int, *, last: bool = True, dense: int = 1) -> tuple[LayerKind, ...]:
     full = every_fourth(layers, last=last)
-    return tuple(
-        LayerKind("mla" if i + 1 in full else "kda", "dense" if i < dense else "moe") for i in range(layers)
-    )
+    return tuple(LayerKind("mla" if i + 1 in full else "kda", "dense" if i < dense else "moe") for i in range(layers))
 
 
 def _bodies(segments) -> int:
