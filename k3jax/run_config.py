@@ -43,7 +43,7 @@ class TrainConfig:
     eval_every: int = 500
     eval_bytes: int | None = None
     checkpoint_every: int = 500
-    loss_chunk: int = 512
+    loss_chunk: int = 128
     z_loss: float = 0.0
     sample_prompt: str = "def "
     sample_tokens: int = 256

@@ -60,9 +60,9 @@ def start(residual: c.Residual, layers: int, x_BTD: Array) -> Stream:
 class DepthMix(nnx.Module):
     """One mixing site: a norm gain and a pseudo-query, which starts at zero so that every source weighs the same."""
 
-    def __init__(self, model: c.ModelConfig, key: Array):
-        self.norm = nn.norm_weight(key, "norm", model.dim, "embed")
-        self.query = nn.param(key, "query", (model.dim,), role=Role.VECTOR, axes=("embed",), init=nn.zeros)
+    def __init__(self, model: c.ModelConfig):
+        self.norm = nn.norm_weight("norm", model.dim, "embed")
+        self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("embed",), init=nn.ZEROS)
 
     def __call__(self, model: c.ModelConfig, stream: Stream) -> Array:
         """[B, T, D]: what the sub-layer at this site reads."""

@@ -47,18 +47,17 @@ class Continuation(NamedTuple):
 class Layer(nnx.Module):
     """A mixer and a feed-forward part, each behind a pre-norm and, with attention residuals, a depth mixture."""
 
-    def __init__(self, model: c.ModelConfig, kind: c.LayerKind, key: Array):
-        keys = dict(zip(("mixer", "ffn", "mixer_mix", "ffn_mix"), jax.random.split(key, 4)))
-        self.mixer_norm = nn.norm_weight(key, "mixer_norm", model.dim, "embed")
-        self.ffn_norm = nn.norm_weight(key, "ffn_norm", model.dim, "embed")
-        self.mixer = (KDALayer if kind.mixer == "kda" else MLALayer)(model, keys["mixer"])
+    def __init__(self, model: c.ModelConfig, kind: c.LayerKind):
+        self.mixer_norm = nn.norm_weight("mixer_norm", model.dim, "embed")
+        self.ffn_norm = nn.norm_weight("ffn_norm", model.dim, "embed")
+        self.mixer = (KDALayer if kind.mixer == "kda" else MLALayer)(model)
         if kind.ffn == "moe":
-            self.ffn = MoELayer(model, keys["ffn"])
+            self.ffn = MoELayer(model)
         else:
-            self.ffn = GatedFFN(model, model.dense_width, keys["ffn"])
+            self.ffn = GatedFFN(model, model.dense_width)
         if not isinstance(model.residual, c.PlainResidual):
-            self.mixer_mix = attnres.DepthMix(model, keys["mixer_mix"])
-            self.ffn_mix = attnres.DepthMix(model, keys["ffn_mix"])
+            self.mixer_mix = attnres.DepthMix(model)
+            self.ffn_mix = attnres.DepthMix(model)
 
     def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False):
         """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block."""
@@ -108,15 +107,14 @@ def _add_mixer(model, stream, y, closes):
             return attnres.add(stream, y, close=closes)
 
 
-def make_segment(model: c.ModelConfig, segment: layout.Segment, key: Array) -> nnx.List:
+def make_segment(model: c.ModelConfig, segment: layout.Segment) -> nnx.List:
     """One stacked :class:`Layer` per run: every parameter has leading axes [repeats, run length]."""
 
-    def stacked(run: layout.Run, key: Array) -> Layer:
-        keys = jax.random.split(key, (segment.repeats, run.count))
-        return jax.vmap(jax.vmap(lambda k: Layer(model, run.kind, k)))(keys)
+    def stacked(run: layout.Run) -> Layer:
+        layers = jnp.zeros((segment.repeats, run.count))
+        return jax.vmap(jax.vmap(lambda _: Layer(model, run.kind)))(layers)
 
-    keys = jax.random.split(key, len(segment.runs))
-    return nnx.List([stacked(run, k) for run, k in zip(segment.runs, keys)])
+    return nnx.List([stacked(run) for run in segment.runs])
 
 
 def scan(body, carry, xs, length: int):

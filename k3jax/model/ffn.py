@@ -28,10 +28,10 @@ def gated(activation: c.SiTU | c.SwiGLU, gate: Array, up: Array) -> Array:
 class GatedFFN(nnx.Module):
     """``down(gated(gate x, up x))``: the dense layers, and the shared experts as one of their summed width."""
 
-    def __init__(self, model: c.ModelConfig, width: int, key: Array):
-        shape, normal = (model.dim, width), nn.normal(model.init_std)
+    def __init__(self, model: c.ModelConfig, width: int):
+        shape, normal = (model.dim, width), nn.Normal(model.init_std)
         for name in ("gate", "up", "down"):
-            setattr(self, name, nn.param(key, name, shape, role=Role.MATRIX, axes=("embed", "ff"), init=normal))
+            setattr(self, name, nn.param(name, shape, role=Role.MATRIX, axes=("embed", "ff"), init=normal))
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array) -> Array:
         with jax.named_scope("gated_ffn"):

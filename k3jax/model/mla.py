@@ -93,35 +93,35 @@ def rotate(x: Array, position: Array, theta: float) -> Array:
 class MLALayer(nnx.Module):
     """Weights of one gated MLA layer."""
 
-    def __init__(self, model: c.ModelConfig, key: Array):
-        spec, normal = model.mla, nn.normal(model.init_std)
+    def __init__(self, model: c.ModelConfig):
+        spec, normal = model.mla, nn.Normal(model.init_std)
         D, H, R = model.dim, spec.heads, spec.kv_rank
         if spec.q_rank is None:
             self.q = nn.param(
-                key, "q", (D, H, spec.qk_dim), role=Role.HEADS, axes=("embed", "heads", "key"), init=normal
+                "q", (D, H, spec.qk_dim), role=Role.HEADS, axes=("embed", "heads", "key"), init=normal
             )
         else:
             self.q_down = nn.param(
-                key, "q_down", (D, spec.q_rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal
+                "q_down", (D, spec.q_rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal
             )
-            self.q_norm = nn.norm_weight(key, "q_norm", spec.q_rank, "rank")
+            self.q_norm = nn.norm_weight("q_norm", spec.q_rank, "rank")
             self.q_up = nn.param(
-                key, "q_up", (spec.q_rank, H, spec.qk_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
+                "q_up", (spec.q_rank, H, spec.qk_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
             )
         self.kv_down = nn.param(
-            key, "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
+            "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
         )
-        self.kv_norm = nn.norm_weight(key, "kv_norm", R, "rank")
+        self.kv_norm = nn.norm_weight("kv_norm", R, "rank")
         self.k_up = nn.param(
-            key, "k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
+            "k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
         )
         self.v_up = nn.param(
-            key, "v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal
+            "v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal
         )
         value = ("embed", "heads", "value")
         if isinstance(spec.output_gate, c.FullRankGate):
-            self.gate = nn.param(key, "gate", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
-        self.out = nn.param(key, "out", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
+            self.gate = nn.param("gate", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
+        self.out = nn.param("out", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Array]:
         """[B, T, D] to [B, T, D], and the largest attention logit of each head, [H]."""

@@ -109,25 +109,25 @@ def _blocked(z_NL, experts_NA, gate, up, down, *, activation):
 class MoELayer(nnx.Module):
     """Router, routed experts (in a latent or at full width) and shared experts."""
 
-    def __init__(self, model: c.ModelConfig, key: Array):
-        spec, normal = model.moe, nn.normal(model.init_std)
+    def __init__(self, model: c.ModelConfig):
+        spec, normal = model.moe, nn.Normal(model.init_std)
         D, E, F = model.dim, spec.experts, spec.width
         L = spec.latent.dim if spec.latent else D
         self.router = nn.param(
-            key, "router", (D, E), role=Role.ROUTER, axes=("embed", "router"), init=_router_init
+            "router", (D, E), role=Role.ROUTER, axes=("embed", "router"), init=nn.Uniform(D**-0.5)
         )
         self.bias = nn.State(jnp.zeros((E,), jnp.float32))
         if spec.latent:
             latent = ("embed", "latent")
-            self.latent_down = nn.param(key, "latent_down", (D, L), role=Role.MATRIX, axes=latent, init=normal)
-            self.latent_up = nn.param(key, "latent_up", (D, L), role=Role.MATRIX, axes=latent, init=normal)
+            self.latent_down = nn.param("latent_down", (D, L), role=Role.MATRIX, axes=latent, init=normal)
+            self.latent_up = nn.param("latent_up", (D, L), role=Role.MATRIX, axes=latent, init=normal)
             if spec.latent.norm:
-                self.latent_norm = nn.norm_weight(key, "latent_norm", L, "latent")
+                self.latent_norm = nn.norm_weight("latent_norm", L, "latent")
         experts = ("experts", "latent" if spec.latent else "embed", "ff")
         for name in ("gate", "up", "down"):
-            setattr(self, name, nn.param(key, name, (E, L, F), role=Role.EXPERTS, axes=experts, init=normal))
+            setattr(self, name, nn.param(name, (E, L, F), role=Role.EXPERTS, axes=experts, init=normal))
         if spec.shared:
-            self.shared = GatedFFN(model, spec.shared * F, key)
+            self.shared = GatedFFN(model, spec.shared * F)
 
     def __call__(
         self, model: c.ModelConfig, x_BTD: Array, valid_BT: Array, *, observe: bool
@@ -153,9 +153,3 @@ class MoELayer(nnx.Module):
                 spec.balancer, routing.scores, self.bias[...], routing.experts, routing.top, valid_BT.reshape(-1)
             )
         return y, seen
-
-
-def _router_init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Uniform in +-1/sqrt(D), as the released code initializes its router."""
-    bound = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -bound, bound)

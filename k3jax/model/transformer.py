@@ -33,20 +33,18 @@ class DecodeState(NamedTuple):
 class Transformer(nnx.Module):
     """Weights of a K3-class text model. The configuration stays outside: pass it to every call."""
 
-    def __init__(self, model: c.ModelConfig, key: Array, *, segments: tuple[layout.Segment, ...] | None = None):
+    def __init__(self, model: c.ModelConfig, *, segments: tuple[layout.Segment, ...] | None = None):
         segments = layout.plan(model.kinds) if segments is None else segments
-        key_embed, key_layers, key_mix = jax.random.split(key, 3)
-        normal = nn.normal(model.init_std)
+        normal = nn.Normal(model.init_std)
         self.embed = nn.param(
-            key_embed, "embed", (model.vocab, model.dim), role=Role.EMBEDDING, axes=("vocab", "embed"), init=normal
+            "embed", (model.vocab, model.dim), role=Role.EMBEDDING, axes=("vocab", "embed"), init=normal
         )
-        keys = jax.random.split(key_layers, len(segments))
-        self.segments = nnx.List([make_segment(model, segment, k) for segment, k in zip(segments, keys)])
+        self.segments = nnx.List([make_segment(model, segment) for segment in segments])
         if not isinstance(model.residual, c.PlainResidual):
-            self.mix = attnres.DepthMix(model, key_mix)
-        self.norm = nn.norm_weight(key, "norm", model.dim, "embed")
+            self.mix = attnres.DepthMix(model)
+        self.norm = nn.norm_weight("norm", model.dim, "embed")
         self.head = nn.param(
-            key_embed, "head", (model.dim, model.vocab), role=Role.UNEMBEDDING, axes=("embed", "vocab"), init=normal
+            "head", (model.dim, model.vocab), role=Role.UNEMBEDDING, axes=("embed", "vocab"), init=normal
         )
 
     def __call__(

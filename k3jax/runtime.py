@@ -1,0 +1,50 @@
+"""What every program does before its first computation."""
+
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import jax
+
+CACHE_VARIABLE = "K3JAX_CACHE"
+
+
+def start() -> None:
+    """Turns on the persistent compilation cache, in ``$K3JAX_CACHE`` or ``~/.cache/k3jax``, unless JAX has one already.
+
+    A compiled step is keyed by its program and the compiler's version, so a cache is never stale.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        default = pathlib.Path.home() / ".cache" / "k3jax"
+        jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE, str(default)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def environment() -> dict[str, str]:
+    """Versions, devices and commit of this process, for the record of a run."""
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "platform": platform.platform(),
+        "device": f"{len(devices)} x {devices[0].device_kind}",
+        "cores": str(os.cpu_count()),
+        "commit": commit(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout this package runs from, with ``+changes`` if it has any; ``unknown`` elsewhere."""
+    root = pathlib.Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

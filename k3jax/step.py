@@ -1,0 +1,227 @@
+"""One optimizer step and one evaluation step: pure functions of a state and a batch."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from k3jax import config as c
+from k3jax.config_optim import QKClip
+from k3jax.data import Batch
+from k3jax.loss import LossStats, chunked_cross_entropy
+from k3jax.model import balancing, layout, weights
+from k3jax.model.block import LayerReport
+from k3jax.model.transformer import by_layer
+from k3jax.model.weights import Tree, Weights
+from k3jax.optim import build_optimizer, qk_clip, update_rms
+from k3jax.run_config import TrainConfig
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. step: [] int32, optimizer steps taken."""
+
+    step: Array
+    weights: Weights
+    opt_state: Any
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports, all without a gradient.
+
+    loss: [] nats per predicted token, float32. grad_norm: [] before clipping. update_rms: per role. finite: [] bool,
+    loss and gradient norm are finite; a step that is not leaves weights and optimizer as they were. load: [layers with
+    experts, E] tokens per expert. margin: [layers with experts] mean gap of the biased scores at the cutoff.
+    max_logit: [MLA layers, H].
+    """
+
+    loss: Array
+    weight: Array
+    accuracy: Array
+    grad_norm: Array
+    update_rms: dict[str, Array]
+    finite: Array
+    load: Array | None
+    margin: Array | None
+    max_logit: Array | None
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer of a run."""
+    return build_optimizer(config.optimizer, weights.structure(config.model).meta, config.steps)
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """The state before the first step: a pure function of the configuration and its seed."""
+    initial = weights.init(config.model, config.seed)
+    opt_state = jax.jit(optimizer(config).init)(initial.params)
+    return TrainState(jnp.zeros((), jnp.int32), initial, opt_state)
+
+
+def abstract_state(config: TrainConfig) -> TrainState:
+    """Shapes and dtypes of the state; nothing is allocated."""
+    shapes = weights.structure(config.model).shapes
+    opt_state = jax.eval_shape(optimizer(config).init, shapes.params)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, opt_state)
+
+
+def abstract_batch(config: TrainConfig) -> Batch:
+    """Shapes and dtypes of a training batch."""
+    ints = jax.ShapeDtypeStruct((config.batch, config.seq_len), jnp.int32)
+    return Batch(ints, ints, ints, jax.ShapeDtypeStruct(ints.shape, jnp.float32))
+
+
+def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, *, capture: bool = False):
+    """Summed loss of a batch, and what the forward pass saw.
+
+    Returns:
+      ``(objective, (stats, reports))``: the float32 sum over tokens to differentiate, the sums to report, and the
+      layers' reports (see :meth:`Transformer.__call__`).
+    """
+    model = config.model
+    net = weights.bind(model, Weights(params, router))
+    hidden, reports = net(model, batch.tokens_BT, batch.segments_BT, observe=True, capture=capture)
+    with jax.named_scope("loss"):
+        objective, stats = chunked_cross_entropy(
+            hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk, z_loss=config.z_loss
+        )
+    observed = [report.balance for segment in reports for report in segment if report.balance is not None]
+    aux = [seen.aux_loss.sum() for seen in observed if seen.aux_loss is not None]
+    return objective + stats.weight * sum(aux), (stats, reports)
+
+
+def _gradients(config: TrainConfig, state: TrainState, batch: Batch):
+    """Gradient of the mean loss, summed statistics and reports, accumulated over micro-batches in float32."""
+    grad_fn = jax.value_and_grad(partial(loss_fn, config=config), has_aux=True)
+
+    def one(batch):
+        (objective, (stats, reports)), grads = grad_fn(state.weights.params, state.weights.router, batch=batch)
+        return grads, objective, stats, reports
+
+    if config.micro_batches == 1:
+        grads, objective, stats, reports = one(batch)
+    else:
+        split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3])
+
+        def accumulate(sums, micro_batch):
+            *terms, reports = one(micro_batch)
+            return jax.tree.map(jnp.add, sums, tuple(terms)), reports
+
+        (grads, objective, stats), reports = jax.lax.scan(accumulate, zeros, split)
+        reports = [[_merge_reports(report) for report in segment] for segment in reports]
+    count = jnp.maximum(stats.weight, 1)
+    return jax.tree.map(lambda g: g / count, grads), objective / count, stats, reports
+
+
+def _merge_reports(report: LayerReport) -> LayerReport:
+    """The report of a batch from those of its micro-batches, stacked along axis 0 of every leaf."""
+    seen = report.balance
+    if seen is not None:
+        summed = jax.tree.map(lambda x: x.sum(axis=0), seen._replace(required=None))
+        required = None
+        if seen.required is not None:
+            required = jnp.concatenate(list(seen.required), axis=2)
+        seen = summed._replace(required=required)
+    max_logit = None if report.max_logit is None else report.max_logit.max(axis=0)
+    return LayerReport(seen, max_logit, None)
+
+
+def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step on the global batch.
+
+    The new router bias comes from this batch and counts from the next one on. When the loss or the gradient is not
+    finite, only the step number moves.
+    """
+    model = config.model
+    grads, loss, stats, reports = _gradients(config, state, batch)
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = optimizer(config).update(grads, state.opt_state, state.weights.params)
+        params = optax.apply_updates(state.weights.params, updates)
+        if config.optimizer.qk_clip is not None:
+            params = _clip_attention(config.optimizer.qk_clip, params, reports)
+    with jax.named_scope("balance"):
+        router = _update_router(model, state.weights.router, reports)
+    new = (Weights(params, router), opt_state)
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (state.weights, state.opt_state))
+    metrics = StepMetrics(
+        loss=stats.nats / jnp.maximum(stats.weight, 1),
+        weight=stats.weight,
+        accuracy=stats.correct / jnp.maximum(stats.weight, 1),
+        grad_norm=grad_norm,
+        update_rms=update_rms(updates, weights.structure(model).meta),
+        finite=finite,
+        **_layer_metrics(model, reports),
+    )
+    return TrainState(state.step + 1, *kept), metrics
+
+
+def eval_step(config: TrainConfig, weights_: Weights, batch: Batch) -> LossStats:
+    """Summed statistics of a held-out batch; balancing neither sees nor moves anything."""
+    net = weights.bind(config.model, weights_)
+    hidden, _ = net(config.model, batch.tokens_BT, batch.segments_BT)
+    _, stats = chunked_cross_entropy(
+        hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk
+    )
+    return stats
+
+
+def lower_train_step(config: TrainConfig) -> jax.stages.Lowered:
+    """The train step lowered from shapes alone: no array is made and nothing is compiled."""
+    step = jax.jit(partial(train_step, config), donate_argnums=0)
+    return step.lower(abstract_state(config), abstract_batch(config))
+
+
+def _at(tree: Tree, *path) -> Tree:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _replace_at(tree: Tree, path: tuple, value) -> Tree:
+    """A copy of a nested dict with one node replaced."""
+    if not path:
+        return value
+    return {**tree, path[0]: _replace_at(tree[path[0]], path[1:], value)}
+
+
+def _runs(reports):
+    """(segment, run, report) of every stack of layers."""
+    for s, segment in enumerate(reports):
+        for r, report in enumerate(segment):
+            yield s, r, report
+
+
+def _clip_attention(clip: QKClip, params: Tree, reports) -> Tree:
+    for s, r, report in _runs(reports):
+        if report.max_logit is not None:
+            path = ("segments", s, r, "mixer")
+            layer = qk_clip(_at(params, *path), report.max_logit, threshold=clip.threshold)
+            params = _replace_at(params, path, layer)
+    return params
+
+
+def _update_router(model: c.ModelConfig, router: Tree, reports) -> Tree:
+    update = jax.vmap(jax.vmap(partial(balancing.update, model.moe.balancer, active=model.moe.active)))
+    for s, r, report in _runs(reports):
+        if report.balance is not None:
+            path = ("segments", s, r, "ffn", "bias")
+            router = _replace_at(router, path, update(_at(router, *path), report.balance))
+    return router
+
+
+def _layer_metrics(model: c.ModelConfig, reports) -> dict[str, Array | None]:
+    """Per-layer numbers in layer order."""
+    layers = by_layer(layout.plan(model.kinds), reports)
+    balance = [layer.balance for layer in layers if layer.balance is not None]
+    logits = [layer.max_logit for layer in layers if layer.max_logit is not None]
+    return dict(
+        load=jnp.stack([seen.load for seen in balance]) if balance else None,
+        margin=jnp.stack([seen.margin / jnp.maximum(seen.tokens, 1) for seen in balance]) if balance else None,
+        max_logit=jnp.stack(logits) if logits else None,
+    )
