@@ -7,6 +7,7 @@ row's block: both exponents are sums of log-decays and therefore <= 0 for any ga
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -41,8 +42,7 @@ def factors(q_CK, k_CK, g_CK, same_BCC, *, lower_bound) -> Factors:
     if same_BCC is not None:
         until, after = until & same_BCC[:, None], after & same_BCC[:, None]
     decay_CK = jnp.exp(_masked_sum(until, g_CK))
-    bounded = lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND
-    A_CC, B_CC = decayed_products(q_CK, k_CK, g_CK, bounded=bounded)
+    A_CC, B_CC = decayed_products(q_CK, k_CK, g_CK, lower_bound=lower_bound)
     if same_BCC is not None:
         A_CC, B_CC = (jnp.where(same_BCC[:, None], x, 0) for x in (A_CC, B_CC))
     A_CC = A_CC + jnp.sum(q_CK * k_CK, axis=-1, keepdims=True) * np.eye(C)
@@ -56,19 +56,19 @@ def factors(q_CK, k_CK, g_CK, same_BCC, *, lower_bound) -> Factors:
     )
 
 
-def decayed_products(q_CK, k_CK, g_CK, *, bounded):
+def decayed_products(q_CK, k_CK, g_CK, *, lower_bound):
     """Strictly lower triangular <q_i, k_j decay(j -> i)> and <k_i, k_j decay(j -> i)>, each [..., C, C].
 
-    bounded promises log-decays of at least -5, which allows one product for all pairs. Otherwise blocks are cut again until
-    they hold a single token: 16, 4, 1.
+    A lower bound of -5 or nearer to zero allows one product for all pairs. Otherwise blocks are cut again until they hold a
+    single token: 16, 4, 1.
     """
-    if bounded:
-        return _products_of_blocks(q_CK, k_CK, g_CK, BLOCK, within=True)
+    if lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND:
+        return _products_of_blocks(q_CK, k_CK, g_CK, BLOCK, within_bound=lower_bound)
     return _products_of_smaller_blocks(q_CK, k_CK, g_CK, BLOCK)
 
 
 def _products_of_smaller_blocks(q_CK, k_CK, g_CK, block):
-    A_CC, B_CC = _products_of_blocks(q_CK, k_CK, g_CK, block, within=False)
+    A_CC, B_CC = _products_of_blocks(q_CK, k_CK, g_CK, block, within_bound=None)
     if block == 1:
         return A_CC, B_CC
     cut = (_split(x, block) for x in (q_CK, k_CK, g_CK))
@@ -76,8 +76,8 @@ def _products_of_smaller_blocks(q_CK, k_CK, g_CK, block):
     return A_CC + _block_diagonal(within[0]), B_CC + _block_diagonal(within[1])
 
 
-def _products_of_blocks(q_CK, k_CK, g_CK, block, *, within):
-    """Products of pairs in different blocks and, if within, of pairs in the same one."""
+def _products_of_blocks(q_CK, k_CK, g_CK, block, *, within_bound):
+    """Products of pairs in different blocks and, if their log-decays are bounded, of pairs in the same one."""
     C = q_CK.shape[-2]
     n_blocks = C // block
     q, k, g = (_split(x, block) for x in (q_CK, k_CK, g_CK))  # [..., I, i, K]
@@ -87,13 +87,16 @@ def _products_of_blocks(q_CK, k_CK, g_CK, block, *, within):
     # [..., I, J, j, K]: j -> end of block J -> start of block I
     exponent = column_exponent[..., None, :, :, :] + _sums_between(g.sum(-2))[..., :, :, None, :]
     pairs = np.tri(n_blocks, k=-1, dtype=bool)[:, :, None, None]
-    if within:
+    scale = 1.0
+    if within_bound is not None:
         diagonal = np.eye(n_blocks, dtype=bool)[:, :, None, None]
         exponent = jnp.where(diagonal, -row_exponent[..., None, :, :, :], exponent)
         pairs = pairs | diagonal
-    columns = jnp.where(pairs, k[..., None, :, :, :] * jnp.exp(jnp.where(pairs, exponent, 0)), 0)
+        # Half a block's decay moves from the rows to the columns, else the gradient meets products near exp(-80).
+        scale = math.exp(-within_bound * block / 2)
+    columns = jnp.where(pairs, k[..., None, :, :, :] * _scaled_exp(jnp.where(pairs, exponent, 0), 1 / scale), 0)
     columns = columns.reshape(*columns.shape[:-3], C, -1)
-    rows = jnp.concatenate([q, k], axis=-2) * jnp.tile(jnp.exp(row_exponent), (2, 1))
+    rows = jnp.concatenate([q, k], axis=-2) * jnp.tile(_scaled_exp(row_exponent, scale), (2, 1))
     products = einsum("...Iik,...Ijk->...Iij", rows, columns)
     strict = np.tri(C, k=-1, dtype=bool)
     halves = products[..., :block, :], products[..., block:, :]
@@ -120,6 +123,18 @@ def unit_lower_inverse(L_CC):
         X = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         block *= 2
     return X[..., 0, :, :]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _scaled_exp(x, scale):
+    """scale * exp(x), whose derivative never holds the cotangent times scale alone."""
+    return scale * jnp.exp(x)
+
+
+@_scaled_exp.defjvp
+def _scaled_exp_jvp(scale, primals, tangents):
+    y = _scaled_exp(primals[0], scale)
+    return y, y * tangents[0]
 
 
 def _split(x_CK, block):
