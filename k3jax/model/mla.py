@@ -13,6 +13,7 @@ from jax import Array
 from k3jax import config as c
 from k3jax import nn
 from k3jax.roles import Role
+from k3jax.shapes import PADDING_SEGMENT
 
 COMPRESSION_EPS = 1e-6
 QUERY_BLOCK = 512
@@ -45,7 +46,8 @@ def attention(
       query_segment, key_segment: documents, or None.
 
     Returns:
-      output [B, T, H, V] float32, and the largest logit of each head, [H] float32, without a gradient.
+      output [B, T, H, V] float32, and the largest logit of each head that a token outside of padding sees, [H] float32,
+      without a gradient.
     """
     T = q_BTHK.shape[1]
     query_position = jnp.broadcast_to(query_position, q_BTHK.shape[:2])
@@ -58,19 +60,23 @@ def attention(
         logits = jnp.where(seen[:, None], logits, _MASKED)
         weights = jax.nn.softmax(logits, axis=-1).astype(v_BSHV.dtype)
         out = jnp.einsum("bhts,bshv->bthv", weights, v_BSHV, preferred_element_type=jnp.float32)
+        if segment is not None:
+            logits = jnp.where((segment != PADDING_SEGMENT)[:, None, :, None], logits, _MASKED)
         return out, jax.lax.stop_gradient(logits.max(axis=(0, 2, 3)))
 
     if T <= QUERY_BLOCK:
         return block(q_BTHK, query_position, query_segment)
     blocks = -(-T // QUERY_BLOCK)
 
-    def split(x):
+    def split(x, fill):
         if x is None:
             return None
         widths = [(0, 0), (0, blocks * QUERY_BLOCK - T)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths).reshape(x.shape[0], blocks, QUERY_BLOCK, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, widths, constant_values=fill)
+        return x.reshape(x.shape[0], blocks, QUERY_BLOCK, *x.shape[2:]).swapaxes(0, 1)
 
-    parts = tuple(split(x) for x in (q_BTHK, query_position, query_segment))
+    # No key stands at or before position -1: queries that fill up the last block see nothing.
+    parts = split(q_BTHK, 0), split(query_position, -1), split(query_segment, PADDING_SEGMENT)
     out, max_logit = jax.lax.map(lambda part: jax.checkpoint(block)(*part), parts)
     out = out.swapaxes(0, 1).reshape(out.shape[1], blocks * QUERY_BLOCK, *out.shape[3:])
     return out[:, :T], max_logit.max(axis=0)
@@ -182,14 +188,14 @@ class MLALayer(nnx.Module):
         with jax.named_scope("mla_absorbed"):
             q_latent = nn.einsum("bthk,rhk->bthr", q[..., :nope], self.k_up[...])
             q = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
-            k = jnp.concatenate([latent, shared], axis=-1)[:, :, None]
-            logits = jnp.einsum("bthk,bsgk->bhts", q, k, preferred_element_type=jnp.float32) * model.mla.qk_dim**-0.5
+            k = jnp.concatenate([latent, shared], axis=-1)
+            logits = jnp.einsum("bthk,bsk->bths", q, k, preferred_element_type=jnp.float32) * model.mla.qk_dim**-0.5
             seen = query_position[:, :, None] >= key_position[:, None, :]
-            logits = jnp.where(seen[:, None], logits, _MASKED)
+            logits = jnp.where(seen[:, :, None], logits, _MASKED)
             weights = jax.nn.softmax(logits, axis=-1).astype(latent.dtype)
-            mixed = jnp.einsum("bhts,bsr->bthr", weights, latent, preferred_element_type=jnp.float32)
+            mixed = jnp.einsum("bths,bsr->bthr", weights, latent, preferred_element_type=jnp.float32)
             o = jnp.einsum("bthr,rhv->bthv", mixed, self.v_up[...], preferred_element_type=jnp.float32)
-        return o, logits.max(axis=(0, 2, 3))
+        return o, logits.max(axis=(0, 1, 3))
 
     def _output(self, model, o_BTHV, x_BTD):
         """Output gate in float32 on the float32 attention output, then the output projection."""
