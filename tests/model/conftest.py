@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from k3jax import config as c
+from k3jax import nn
 
 
 @pytest.fixture(scope="session")
@@ -38,12 +40,21 @@ def shaken() -> Callable:
     """Weights with noise on every array: what starts at zero or one (queries, gains, biases) takes part too."""
 
     def shake(tree):
-        leaves, structure = jax.tree.flatten(tree)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        noisy = [x + 0.2 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys)]
-        return jax.tree.unflatten(structure, noisy)
+        rng = np.random.default_rng(1)
+        return jax.tree.map(lambda x: jnp.asarray(x + 0.2 * rng.standard_normal(x.shape), x.dtype), tree)
 
-    return jax.jit(shake)
+    return shake
+
+
+@pytest.fixture(scope="session")
+def build(shaken) -> Callable:
+    """``(weights, bind)`` of a module: a plain dict of shaken arrays, and what makes the module from such a dict."""
+
+    def split(make):
+        graph, state = nnx.split(nn.initialize(make, 0))
+        return shaken(nnx.to_pure_dict(state)), lambda weights: nnx.merge(graph, nnx.State(weights))
+
+    return split
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from k3jax import config as c
+from k3jax import nn
 from k3jax.model import attnres
 from k3jax.model.attnres import Stream, add, closes_block, mix, source_slots, start
 
 LAYERS, SHAPE = 3, (2, 3, 8)
 EPS = 1e-5
+MIX = jax.jit(mix, static_argnums=3)
 
 
 def _literal_mix(sources, norm, query):
@@ -63,18 +65,21 @@ def _with_stream(residual, x, weights):
     return out, stream.count
 
 
-def _random_stack(key):
-    def site(key):
-        norm, query = jax.random.normal(key, (2, SHAPE[-1]))
-        return 1 + 0.3 * norm, 2 * query
+def _normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
-    def layer(key):
-        k = jax.random.split(key, 4)
-        matrices = jax.random.normal(key, (2, SHAPE[-1], SHAPE[-1]))
-        return (*matrices, site(k[2]), site(k[3]))
 
-    key_x, *keys = jax.random.split(key, LAYERS + 1)
-    return jax.random.normal(key_x, SHAPE), [layer(k) for k in keys]
+def _random_stack():
+    D = SHAPE[-1]
+    rng = np.random.default_rng(0)
+
+    def site():
+        return 1 + 0.3 * rng.standard_normal(D, np.float32), 2 * rng.standard_normal(D, np.float32)
+
+    def layer():
+        return (*rng.standard_normal((2, D, D), np.float32), site(), site())
+
+    return rng.standard_normal(SHAPE, np.float32), [layer() for _ in range(LAYERS)]
 
 
 CASES = [
@@ -87,9 +92,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("residual, literal, sources", CASES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_values_and_gradients_equal_the_literal_equations(residual, literal, sources, key, assert_close):
-    x, weights = _random_stack(key)
-    cotangent = jax.random.normal(jax.random.key(1), SHAPE)
+def test_values_and_gradients_equal_the_literal_equations(residual, literal, sources, assert_close):
+    x, weights = _random_stack()
+    cotangent = _normal(*SHAPE, seed=1)
 
     @jax.jit
     def both(x, weights):
@@ -108,9 +113,9 @@ def test_values_and_gradients_equal_the_literal_equations(residual, literal, sou
     assert count == sources == source_slots(residual, LAYERS)
 
 
-def test_a_traced_close_equals_a_static_one(key):
+def test_a_traced_close_equals_a_static_one():
     """Bit for bit, in value and gradient."""
-    running, out, *sources = jax.random.normal(key, (4, *SHAPE))
+    running, out, *sources = jnp.asarray(_normal(4, *SHAPE))
     stream = Stream(running, jnp.stack(sources), jnp.array(1))
     for close in (False, True):
         got, want = (
@@ -123,11 +128,11 @@ def test_a_traced_close_equals_a_static_one(key):
             np.testing.assert_array_equal(a, b)
 
 
-def test_blocks_counted_in_sublayers_would_differ(key):
+def test_blocks_counted_in_sublayers_would_differ():
     """Negative control: the attention residuals paper counts sub-layers, K3 decoder layers."""
-    x, weights = _random_stack(key)
-    got = _with_stream(c.BlockAttnRes(1), x, weights)[0]
-    wrong = _literal_block(x, weights, 2)
+    x, weights = _random_stack()
+    got = jax.jit(lambda x, w: _with_stream(c.BlockAttnRes(1), x, w)[0])(x, weights)
+    wrong = jax.jit(lambda x, w: _literal_block(x, w, 2))(x, weights)
     assert jnp.linalg.norm(got - wrong) > 0.05 * jnp.linalg.norm(wrong)
 
 
@@ -144,56 +149,68 @@ def test_k3_has_eight_stored_blocks_and_the_numbers_of_sources_of_the_report():
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_one_source_is_the_identity(size, key):
-    x = size * jax.random.normal(key, SHAPE)
-    norm, query = 10 * jax.random.normal(key, (2, SHAPE[-1]))
-    stream = start(c.BlockAttnRes(3), LAYERS, x)
-    np.testing.assert_array_equal(mix(stream, norm, query, EPS), x)
-    grads = jax.grad(lambda n, q: mix(stream, n, q, EPS).sum(), argnums=(0, 1))(norm, query)
-    assert not jnp.any(jnp.stack(grads))
+def test_one_source_is_the_identity(size):
+    x = size * _normal(*SHAPE)
+    norm, query = 10 * _normal(2, SHAPE[-1], seed=1)
+
+    @jax.jit
+    def value_and_grads(x, norm, query):
+        mixed, back = jax.vjp(lambda n, q: mix(start(c.BlockAttnRes(3), LAYERS, x), n, q, EPS), norm, query)
+        return mixed, back(jnp.ones_like(mixed))
+
+    mixed, grads = value_and_grads(x, norm, query)
+    np.testing.assert_array_equal(mixed, x)
+    assert not np.any(grads)
 
 
-def test_a_zero_query_averages_the_filled_sources(key):
-    sources = jax.random.normal(key, (4, *SHAPE))
-    stream = Stream(jnp.ones(SHAPE), sources, jnp.array(2))
-    got = mix(stream, jnp.ones(SHAPE[-1]), jnp.zeros(SHAPE[-1]), EPS)
+def test_a_zero_query_averages_the_filled_sources():
+    sources = _normal(4, *SHAPE)
+    stream = Stream(np.ones(SHAPE, np.float32), sources, np.int32(2))
+    got = MIX(stream, np.ones(SHAPE[-1]), np.zeros(SHAPE[-1]), EPS)
     np.testing.assert_allclose(got, (sources[0] + sources[1] + 1) / 3, rtol=1e-6, atol=1e-6)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(got, (sources.sum(0) + 1) / 5, rtol=1e-6, atol=1e-6)
 
 
-def test_slots_that_are_not_filled_never_count(key):
+def test_slots_that_are_not_filled_never_count():
     """Neither in value nor in gradient, whatever stands in them."""
-    sources = jax.random.normal(key, (3, *SHAPE))
-    norm, query = jax.random.normal(key, (2, SHAPE[-1]))
+    sources = _normal(3, *SHAPE)
+    norm, query = _normal(2, SHAPE[-1], seed=1)
 
+    @jax.jit
     def run(rest, count):
-        stream = Stream(sources[0], jnp.stack([sources[1], rest]), jnp.array(count))
-        return mix(stream, norm, query, EPS)
+        def total(rest):
+            stream = Stream(sources[0], jnp.stack([sources[1], rest]), count)
+            mixed = mix(stream, norm, query, EPS)
+            return mixed.sum(), mixed
 
-    np.testing.assert_array_equal(run(sources[2], 1), run(1e4 * sources[2], 1))
-    assert not jnp.any(jax.grad(lambda rest: run(rest, 1).sum())(sources[2]))
-    assert jnp.any(jax.grad(lambda rest: run(rest, 2).sum())(sources[2]))
+        (_, mixed), grad = jax.value_and_grad(total, has_aux=True)(rest)
+        return mixed, grad
 
-
-def test_large_scores_pick_one_source(key):
-    sources = jax.random.normal(key, (2, *SHAPE))
-    stream = Stream(sources[0], sources[1:], jnp.array(1))
-    query = 1e4 * jax.random.normal(key, SHAPE[-1:])
-    mixed, grad = jax.value_and_grad(lambda q: mix(stream, jnp.ones(SHAPE[-1]), q, EPS).sum())(query)
-    assert jnp.isfinite(mixed) and jnp.isfinite(grad).all()
+    mixed, grad = run(sources[2], 1)
+    np.testing.assert_array_equal(mixed, run(1e4 * sources[2], 1)[0])
+    assert not np.any(grad)
+    assert np.any(run(sources[2], 2)[1])
 
 
-def test_bfloat16_stream_mixes_in_float32(key):
-    sources = jax.random.normal(key, (6, *SHAPE), jnp.bfloat16)
-    norm, query = jax.random.normal(key, (2, SHAPE[-1]))
-    got = mix(Stream(sources[0], sources[1:], jnp.array(5)), norm, query, EPS)
-    wide = [s.astype(jnp.float32) for s in (*sources[1:], sources[0])]
-    want = _literal_mix(wide, norm, query)
+def test_large_scores_pick_one_source_and_keep_gradients_finite():
+    sources = _normal(2, *SHAPE)
+    query = 1e4 * _normal(SHAPE[-1], seed=1)
+    stream = Stream(sources[0], sources[1:], np.int32(1))
+    mixed, back = jax.vjp(jax.jit(lambda q: mix(stream, np.ones(SHAPE[-1]), q, EPS)), query)
+    assert np.all(np.minimum(abs(mixed - sources[0]), abs(mixed - sources[1])) < 1e-5)
+    assert np.isfinite(back(mixed)[0]).all()
+
+
+def test_bfloat16_stream_mixes_in_float32():
+    running, *sources = _normal(6, *SHAPE).astype(jnp.bfloat16)
+    norm, query = _normal(2, SHAPE[-1], seed=1)
+    got = MIX(Stream(running, np.stack(sources), np.int32(5)), norm, query, EPS)
+    want = jax.jit(_literal_mix)([x.astype(np.float32) for x in (*sources, running)], norm, query)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8)
+    np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8)
 
 
-def test_queries_start_at_zero_and_gains_at_one(tiny, key):
-    site = attnres.DepthMix(tiny, key)
+def test_queries_start_at_zero_and_gains_at_one(tiny):
+    site = nn.initialize(lambda: attnres.DepthMix(tiny), 0)
     assert not jnp.any(site.query[...]) and jnp.all(site.norm[...] == 1)
