@@ -32,8 +32,9 @@ def layer_statistics(config: TrainConfig, weights: Weights, batch: Batch) -> lis
 
 
 def _measure(config: TrainConfig, weights: Weights, batch: Batch):
-    fn = jax.grad(partial(loss_fn, config=config, batch=batch, capture=True), has_aux=True)
-    grads, (stats, reports) = fn(weights.params, weights.router)
+    count = jnp.maximum(batch.weights_BT.sum(), 1)
+    fn = jax.grad(partial(loss_fn, config=config, batch=batch, count=count, capture=True), has_aux=True)
+    grads, (_, reports) = fn(weights.params, weights.router)
     segments = layout.plan(config.model.kinds)
     hidden = [report.hidden.astype(jnp.float32) for report in by_layer(segments, reports)]
     stacks = [[grads["segments"][s][r] for r in range(len(segment.runs))] for s, segment in enumerate(segments)]
@@ -42,7 +43,7 @@ def _measure(config: TrainConfig, weights: Weights, batch: Batch):
         for layer in by_layer(segments, stacks)
     ]
     rms = [jnp.sqrt(jnp.mean(jnp.square(h))) for h in hidden]
-    return jnp.stack([jnp.abs(h).max() for h in hidden]), jnp.stack(rms), jnp.stack(norms) / stats.weight
+    return jnp.stack([jnp.abs(h).max() for h in hidden]), jnp.stack(rms), jnp.stack(norms)
 
 
 def table(layers: list[LayerStatistics]) -> str:

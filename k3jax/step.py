@@ -73,12 +73,16 @@ def abstract_batch(config: TrainConfig) -> Batch:
     return Batch(ints, ints, ints, jax.ShapeDtypeStruct(ints.shape, jnp.float32))
 
 
-def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, *, capture: bool = False):
-    """Summed loss of a batch, and what the forward pass saw.
+def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, count: Array, *, capture: bool = False):
+    """A batch's part of the mean loss, and what the forward pass saw.
+
+    Args:
+      count: [] tokens of the whole step, which the sum over this batch's tokens is divided by.
+      capture: keep every layer's hidden state in its report.
 
     Returns:
-      ``(objective, (stats, reports))``: the float32 sum over tokens to differentiate, the sums to report, and the
-      layers' reports (see :meth:`Transformer.__call__`).
+      ``(objective, (stats, reports))``: the float32 number to differentiate, the sums to report, and the layers'
+      reports (see :meth:`Transformer.__call__`).
     """
     model = config.model
     net = weights.bind(model, Weights(params, router))
@@ -89,32 +93,30 @@ def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, *, ca
         )
     observed = [report.balance for segment in reports for report in segment if report.balance is not None]
     aux = [seen.aux_loss.sum() for seen in observed if seen.aux_loss is not None]
-    return objective + stats.weight * sum(aux), (stats, reports)
+    return (objective + stats.weight * sum(aux)) / count, (stats, reports)
 
 
 def _gradients(config: TrainConfig, state: TrainState, batch: Batch):
-    """Gradient of the mean loss, summed statistics and reports, accumulated over micro-batches in float32."""
-    grad_fn = jax.value_and_grad(partial(loss_fn, config=config), has_aux=True)
+    """Gradient of the mean loss, the loss, summed statistics and reports, accumulated over micro-batches in float32."""
+    count = jnp.maximum(batch.weights_BT.sum(), 1)
+    grad_fn = jax.value_and_grad(partial(loss_fn, config=config, count=count), has_aux=True)
 
     def one(batch):
         (objective, (stats, reports)), grads = grad_fn(state.weights.params, state.weights.router, batch=batch)
         return grads, objective, stats, reports
 
     if config.micro_batches == 1:
-        grads, objective, stats, reports = one(batch)
-    else:
-        split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
-        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3])
+        return one(batch)
+    split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3])
 
-        def accumulate(sums, micro_batch):
-            *terms, reports = one(micro_batch)
-            return jax.tree.map(jnp.add, sums, tuple(terms)), reports
+    def accumulate(sums, micro_batch):
+        *terms, reports = one(micro_batch)
+        return jax.tree.map(jnp.add, sums, tuple(terms)), reports
 
-        (grads, objective, stats), reports = jax.lax.scan(accumulate, zeros, split)
-        reports = [[_merge_reports(report) for report in segment] for segment in reports]
-    count = jnp.maximum(stats.weight, 1)
-    return jax.tree.map(lambda g: g / count, grads), objective / count, stats, reports
+    sums, reports = jax.lax.scan(accumulate, zeros, split)
+    return *sums, [[_merge_reports(report) for report in segment] for segment in reports]
 
 
 def _merge_reports(report: LayerReport) -> LayerReport:
@@ -136,29 +138,39 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
     The new router bias comes from this batch and counts from the next one on. When the loss or the gradient is not
     finite, only the step number moves.
     """
-    model = config.model
     grads, loss, stats, reports = _gradients(config, state, batch)
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    kept, rms = jax.lax.cond(finite, partial(_apply, config), partial(_skip, config), state, grads, reports)
+    metrics = StepMetrics(
+        loss=stats.nats / jnp.maximum(stats.weight, 1),
+        weight=stats.weight,
+        accuracy=stats.correct / jnp.maximum(stats.weight, 1),
+        grad_norm=grad_norm,
+        update_rms=rms,
+        finite=finite,
+        **_layer_metrics(config.model, reports),
+    )
+    return TrainState(state.step + 1, *kept), metrics
+
+
+def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):
+    """New weights and optimizer state, and the RMS of the updates by role."""
     with jax.named_scope("optimizer"):
         updates, opt_state = optimizer(config).update(grads, state.opt_state, state.weights.params)
         params = optax.apply_updates(state.weights.params, updates)
         if config.optimizer.qk_clip is not None:
             params = _clip_attention(config.optimizer.qk_clip, params, reports)
     with jax.named_scope("balance"):
-        router = _update_router(model, state.weights.router, reports)
-    new = (Weights(params, router), opt_state)
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (state.weights, state.opt_state))
-    metrics = StepMetrics(
-        loss=stats.nats / jnp.maximum(stats.weight, 1),
-        weight=stats.weight,
-        accuracy=stats.correct / jnp.maximum(stats.weight, 1),
-        grad_norm=grad_norm,
-        update_rms=update_rms(updates, weights.structure(model).meta),
-        finite=finite,
-        **_layer_metrics(model, reports),
-    )
-    return TrainState(state.step + 1, *kept), metrics
+        router = _update_router(config.model, state.weights.router, reports)
+    rms = update_rms(updates, weights.structure(config.model).meta)
+    return (Weights(params, router), opt_state), rms
+
+
+def _skip(config: TrainConfig, state: TrainState, grads: Tree, reports):
+    """The old weights and optimizer state."""
+    rms = jax.eval_shape(partial(_apply, config), state, grads, reports)[1]
+    return (state.weights, state.opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
 
 
 def eval_step(config: TrainConfig, weights_: Weights, batch: Batch) -> LossStats:

@@ -86,7 +86,7 @@ def mix(stream: Stream, norm_D: Array, query_D: Array, eps: float) -> Array:
     filled_S = jnp.arange(stream.sources.shape[0]) < stream.count
     scores_SBT = jnp.where(filled_S[:, None, None], score(stream.sources), -jnp.inf)
     weights_SBT = jax.nn.softmax(jnp.concatenate([scores_SBT, score(stream.running)[None]]), axis=0)
-    mixed = jnp.einsum("sbt,sbtd->btd", weights_SBT[:-1], stream.sources.astype(jnp.float32))
+    mixed = jnp.sum(weights_SBT[:-1, ..., None] * stream.sources.astype(jnp.float32), axis=0)
     mixed += weights_SBT[-1][..., None] * stream.running.astype(jnp.float32)
     return mixed.astype(stream.running.dtype)
 
