@@ -61,7 +61,9 @@ def expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, activa
         cpu=lambda *a: _blocked(*a, activation=activation),
         default=lambda *a: _ragged(*a, activation=activation),
     )
-    mixed = jnp.einsum("nal,na->nl", y_NAL.astype(jnp.float32), routing.weights)
+    mixed = jnp.einsum(
+        "nal,na->nl", y_NAL.astype(jnp.float32), routing.weights, precision=jax.lax.Precision.HIGHEST
+    )
     return mixed.astype(z_NL.dtype)
 
 
