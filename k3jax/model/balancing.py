@@ -122,7 +122,7 @@ def switch_loss(scores_NE: Array, load_E: Array, active: int, valid_N: Array) ->
 
 def update(balancer: c.Balancer, bias_E: Array, seen: Observation, active: int) -> Array:
     """The bias of the next step, mean-centered for Quantile Balancing; unchanged when no token was seen."""
-    target = seen.tokens * active / bias_E.shape[0]
+    target = seen.tokens.astype(jnp.float32) * active / bias_E.shape[0]  # in integers, 2^27 tokens overflow
     match balancer:
         case c.QuantileBalancing():
             new = quantile_from_histogram(seen.histogram, bias_E, target)
