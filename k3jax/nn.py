@@ -92,7 +92,7 @@ def initialize(make: Callable[[], nnx.Module], seed: int) -> nnx.Module:
         value = variable.get_metadata()["init"].draw(np.random.Generator(stream), variable.shape)
         return variable.replace(jnp.asarray(value))
 
-    drawn = nnx.State.from_flat_path({path: draw(path, variable) for path, variable in nnx.to_flat_state(params)})
+    drawn = nnx.from_flat_state({path: draw(path, variable) for path, variable in nnx.to_flat_state(params)})
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
     return nnx.merge(graph, drawn, empty)
 

@@ -52,4 +52,4 @@ def bind(
 ) -> Transformer:
     """The model that uses these weights."""
     graph = structure(model, segments).graph
-    return nnx.merge(graph, nnx.State(weights.params), nnx.State(weights.router))
+    return nnx.merge(graph, weights.params, weights.router)
