@@ -52,7 +52,7 @@ def build(shaken) -> Callable:
 
     def split(make):
         graph, state = nnx.split(nn.initialize(make, 0))
-        return shaken(nnx.to_pure_dict(state)), lambda weights: nnx.merge(graph, nnx.State(weights))
+        return shaken(nnx.to_pure_dict(state)), lambda weights: nnx.merge(graph, weights)
 
     return split
 
