@@ -1,7 +1,6 @@
 """A folder in the released format, opened: everything is checked from its headers before any weight is read."""
 
 import pathlib
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -151,20 +150,20 @@ def _locate_shards(folder: pathlib.Path) -> dict[str, Stored]:
     placed = index.get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CheckpointError(f"{folder / INDEX} must hold a weight_map from tensor names to file names")
+    paths = [_inside(folder, file) for file in sorted(set(placed.values()))]
     stored: dict[str, Stored] = {}
-    for file in sorted(set(placed.values())):
-        path = _inside(folder, file)
+    for path in paths:
         if path.suffix != ".safetensors":
-            raise CheckpointError(f"{folder / INDEX} names {file}, which is no safetensors file; others are not opened")
+            raise CheckpointError(f"{folder / INDEX} names {path.name}, which is no safetensors file; it is not opened")
         header = safetensors_io.read_header(path)
-        stray = [name for name in header if placed.get(name) != file]
+        stray = [name for name in header if placed.get(name) != path.name]
         if stray:
             raise CheckpointError(f"{path} has tensors that {INDEX} does not place there: {listing(stray)}")
         stored |= header
     absent = placed.keys() - stored.keys()
     if absent:
-        files = Counter(placed[name] for name in absent)
-        raise CheckpointError(f"{listing(files)} lack tensors that {INDEX} places there: {listing(absent)}")
+        files = listing({placed[name] for name in absent})
+        raise CheckpointError(f"{files} lack tensors that {INDEX} places there: {listing(absent)}")
     return stored
 
 

@@ -46,7 +46,8 @@ class Fields:
         kind = float if type(value) is int else type(value)
         found = self.take(name, kind, REQUIRED if required else value)
         if found != value:
-            raise CheckpointError(f"{self.where}: {name} = {found!r} is not supported, only {value!r}: {reason}")
+            shown = f"{name} = {self.data[name]!r}"
+            raise CheckpointError(f"{self.where}: {shown} is not supported, only {value!r}: {reason}")
 
     def finish(self, ignored: Set[str] = frozenset()) -> None:
         """Refuses fields that were neither taken nor are in ``ignored``."""

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -41,7 +42,7 @@ def load_hf(
     """
     checkpoint = open_checkpoint(folder)
     model = c.replace(checkpoint.model, dtype=dtype or checkpoint.model.dtype)
-    arrays = {path: jnp.asarray(array) for path, array in read_leaves(checkpoint, masters)}
+    arrays = {path: jax.device_put(array) for path, array in read_leaves(checkpoint, masters)}
     shapes = weights.structure(model).shapes
     return model, _fill(shapes.params, arrays), _fill(shapes.router, arrays)
 
