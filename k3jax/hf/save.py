@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -90,12 +89,11 @@ def save_hf(
         release = source.release if source else release_for(model, dtype=model.dtype)
     described = _describe(model, release, source)
     units = _units(model, params, router, release, source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
     try:
         (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         _write_shards(partial, units, max_shard_bytes)
-        os.chmod(partial, 0o777 & ~_umask())
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -191,10 +189,3 @@ def _write_shards(folder: pathlib.Path, units: list[_Unit], max_shard_bytes: int
         placed = {spec.name: file for file, shard in zip(files, shards) for unit in shard for spec in unit.specs}
         index = {"metadata": {"total_size": sum(unit.size for unit in units)}, "weight_map": placed}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _umask() -> int:
-    """The process's mask, which a temporary folder does not follow."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

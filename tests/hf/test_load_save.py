@@ -8,9 +8,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from k3jax import config as c
-from k3jax.hf import CheckpointError, load_hf, names, open_checkpoint, release_for, safetensors_io, save_hf
+from k3jax.hf import CheckpointError, load_hf, mxfp4, names, open_checkpoint, release_for, safetensors_io, save_hf
 from k3jax.hf.load import read_leaves
 from k3jax.hf.save import released_tensors
 
@@ -137,16 +138,45 @@ def test_a_packed_release_is_unpacked_on_request(goldens, tmp_path):
     assert_same_weights(loaded(tmp_path / "plain")[1:], weights)
 
 
-def test_the_vision_tower_is_carried_over(goldens, tmp_path):
-    import safetensors.numpy
-
-    folder = goldens / "k3_tiny"
-    source = tmp_path / "source"
-    source.mkdir()
+def edited(folder: pathlib.Path, target: pathlib.Path, change) -> pathlib.Path:
+    """A copy of a folder after ``change`` of its dict of arrays, whose result is written."""
+    target.mkdir()
     arrays = safetensors.numpy.load_file(folder / "model.safetensors")
-    arrays["vision_tower.x.weight"] = np.arange(6, dtype=np.float16).reshape(2, 3)
-    safetensors.numpy.save_file(arrays, source / "model.safetensors")
-    (source / "config.json").write_bytes((folder / "config.json").read_bytes())
+    safetensors.numpy.save_file(change(arrays), target / "model.safetensors")
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return target
+
+
+def test_the_vision_tower_is_carried_over(goldens, tmp_path):
+    vision = {"vision_tower.x.weight": np.arange(6, dtype=np.float16).reshape(2, 3)}
+    source = edited(goldens / "k3_tiny", tmp_path / "source", lambda arrays: arrays | vision)
+    save_hf(tmp_path / "again", *loaded(source), like=source)
+    assert contents(tmp_path / "again") == contents(source)
+
+
+@pytest.mark.parametrize("name", ["k3_tiny_mxfp4", "kimi_linear_tiny"])
+def test_the_prefix_may_be_there_or_not(goldens, name, tmp_path):
+    def swap(arrays):
+        first, new = ("language_model.", "") if "language_model.lm_head.weight" in arrays else ("", "language_model.")
+        return {new + key.removeprefix(first): array for key, array in arrays.items()}
+
+    source = edited(goldens / name, tmp_path / "source", swap)
+    assert_same_weights(loaded(source)[1:], loaded(goldens / name)[1:])
+    save_hf(tmp_path / "again", *loaded(source), like=source)
+    assert contents(tmp_path / "again") == contents(source)
+
+
+def test_experts_may_be_packed_in_part(goldens, tmp_path):
+    """Names decide, matrix by matrix, and a re-export keeps each as it was."""
+    name = "language_model.model.layers.5.block_sparse_moe.experts.3.w2.weight"
+
+    def unpack_one(arrays):
+        arrays[name] = mxfp4.unpack(arrays.pop(name + "_packed"), arrays.pop(name + "_scale"))
+        return arrays
+
+    folder = goldens / "k3_tiny_mxfp4"
+    source = edited(folder, tmp_path / "source", unpack_one)
+    assert_same_weights(loaded(source)[1:], loaded(folder)[1:])
     save_hf(tmp_path / "again", *loaded(source), like=source)
     assert contents(tmp_path / "again") == contents(source)
 
