@@ -3,6 +3,7 @@
 K3 report (arXiv 2607.24653), section 2.2; Attention Residuals (arXiv 2603.15031).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -67,28 +68,68 @@ class DepthMix(nnx.Module):
     def __call__(self, model: c.ModelConfig, stream: Stream) -> Array:
         """[B, T, D]: what the sub-layer at this site reads."""
         with jax.named_scope("depth_mix"):
-            return jax.checkpoint(mix, static_argnums=(3,))(stream, self.norm[...], self.query[...], model.eps)
+            return mix(model.eps, stream, self.norm[...] * self.query[...])
 
 
-def mix(stream: Stream, norm_D: Array, query_D: Array, eps: float) -> Array:
-    """``sum_i softmax_i(query . RMSNorm(v_i)) v_i`` over the closed blocks and the running sum.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mix(eps: float, stream: Stream, u_D: Array) -> Array:
+    """``sum_i softmax_i(u . RMSNorm(v_i)) v_i`` over the closed blocks and the running sum.
 
-    arXiv 2603.15031, section 3. Scores, softmax and weighted sum are float32; the result has the stream's dtype. The
-    values are the sources as they are, without the norm. Callers rematerialize it, so that a site saves no more than
-    a plain residual would.
+    arXiv 2603.15031, section 3, with the norm's gain folded into the pseudo-query u. Scores, softmax and weighted sum
+    are float32; the result has the stream's dtype. The values are the sources as they are, without the norm. The
+    backward pass keeps the stream and recomputes the weights, so that a site saves no more than a plain residual would.
     """
-    u_D = norm_D * query_D
-
-    def score(v):
-        v = v.astype(jnp.float32)
-        return jnp.sum(v * u_D, axis=-1) * jax.lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
-
-    filled_S = jnp.arange(stream.sources.shape[0]) < stream.count
-    scores_SBT = jnp.where(filled_S[:, None, None], score(stream.sources), -jnp.inf)
-    weights_SBT = jax.nn.softmax(jnp.concatenate([scores_SBT, score(stream.running)[None]]), axis=0)
+    scores_SBT, _ = _scores(eps, stream, u_D)
+    weights_SBT = jax.nn.softmax(scores_SBT, axis=0)
     mixed = jnp.sum(weights_SBT[:-1, ..., None] * stream.sources.astype(jnp.float32), axis=0)
-    mixed += weights_SBT[-1][..., None] * stream.running.astype(jnp.float32)
+    mixed += weights_SBT[-1, ..., None] * stream.running.astype(jnp.float32)
     return mixed.astype(stream.running.dtype)
+
+
+def _scores(eps: float, stream: Stream, u_D: Array) -> tuple[Array, Array]:
+    """Scores of the sources, -inf for slots not filled, and the inverse RMS of each; the running sum comes last."""
+
+    def of(v):
+        v = v.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
+        return jnp.einsum("...d,d->...", v, u_D) * inverse, inverse
+
+    (scores, inverses), (last_score, last_inverse) = of(stream.sources), of(stream.running)
+    filled_S = jnp.arange(stream.sources.shape[0]) < stream.count
+    scores = jnp.where(filled_S[:, None, None], scores, -jnp.inf)
+    return jnp.concatenate([scores, last_score[None]]), jnp.concatenate([inverses, last_inverse[None]])
+
+
+def _mix_fwd(eps, stream, u_D):
+    return mix(eps, stream, u_D), (stream, u_D)
+
+
+def _mix_bwd(eps, saved, dh_BTD):
+    """With score_i = r_i u.v_i: dscore_i = w_i (dh.v_i - dh.h), dv_i = w_i dh + dscore_i r_i (u - score_i r_i v_i / D)."""
+    stream, u_D = saved
+    dh = dh_BTD.astype(jnp.float32)
+    scores, inverses = _scores(eps, stream, u_D)
+    weights = jax.nn.softmax(scores, axis=0)
+
+    def against_output(v):
+        return jnp.sum(v.astype(jnp.float32) * dh, axis=-1)
+
+    projected = jnp.concatenate([against_output(stream.sources), against_output(stream.running)[None]])
+    dscores = weights * (projected - jnp.sum(weights * projected, axis=0))
+    along_u = dscores * inverses
+    along_v = along_u * jnp.where(weights > 0, scores, 0) * inverses / u_D.shape[0]
+
+    def of(v, weight, along_u, along_v):
+        v32 = v.astype(jnp.float32)
+        dv = weight[..., None] * dh + along_u[..., None] * u_D - along_v[..., None] * v32
+        return dv.astype(v.dtype), jnp.einsum("...,...d->d", along_u, v32)
+
+    dsources, du = of(stream.sources, weights[:-1], along_u[:-1], along_v[:-1])
+    drunning, du_last = of(stream.running, weights[-1], along_u[-1], along_v[-1])
+    return Stream(drunning, dsources, None), du + du_last
+
+
+mix.defvjp(_mix_fwd, _mix_bwd)
 
 
 def add(stream: Stream, out_BTD: Array, *, close: bool | Array = False) -> Stream:
