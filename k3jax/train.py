@@ -9,15 +9,17 @@ The same command with the same run folder goes on where the last checkpoint stan
 import json
 import math
 import pathlib
+import sys
 import time
 from functools import partial
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import app, flags
 
-from k3jax import config_io, diagnose, generate, presets, report, runtime
-from k3jax.checkpoint import Checkpoints
+from k3jax import accounting, config_io, diagnose, presets, report, runtime, sampling
+from k3jax.checkpoint import CheckpointError, Checkpoints
+from k3jax.config import ConfigError
 from k3jax.data import ByteTokenizer, HeldOutBatches, compression_baselines, load_corpus, train_batches
 from k3jax.metrics import MetricsWriter
 from k3jax.model.weights import Weights
@@ -77,11 +79,14 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
         sample = _sample(config, state.weights, tokenizer)
         (run / "sample.txt").write_text(sample, encoding="utf-8")
         progress.phase("writing the report")
+        counts = accounting.count_parameters(config.model)
         summary = {
             "steps": int(state.step),
             "bits_per_byte": bits,
             "held_out_bytes": held_out().bytes,
             "seconds": time.monotonic() - began,
+            "parameters": counts.total,
+            "active_parameters": counts.active,
             "baselines": compression_baselines(corpus.held_out),
         }
         _write_json(run / "summary.json", summary)
@@ -169,9 +174,9 @@ class Evaluator:
 
 def _sample(config: TrainConfig, weights: Weights, tokenizer: ByteTokenizer) -> str:
     prompt = [tokenizer.bos, *tokenizer.encode(config.sample_prompt)]
-    sampling = generate.Sampling(temperature=0.8, top_p=0.95, seed=config.seed)
-    (new,) = generate.generate(
-        config.model, weights, [prompt], max_new=config.sample_tokens, sampling=sampling, stop=tokenizer.eos
+    choice = sampling.Sampling(temperature=0.8, top_p=0.95, seed=config.seed)
+    (new,) = sampling.generate(
+        config.model, weights, [prompt], max_new=config.sample_tokens, sampling=choice, stop=tokenizer.eos
     )
     return config.sample_prompt + tokenizer.decode([token for token in new if token < tokenizer.size])
 
@@ -180,20 +185,18 @@ def _write_json(path: pathlib.Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-_CONFIG = flags.DEFINE_string("config", "nano", "a preset, or a JSON file such as a run's config.json")
-_SET = flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
-_RUN = flags.DEFINE_string("run", None, "the run folder; default runs/CONFIG")
-
-
 def main(_) -> None:
     runtime.start()
-    config = config_io.override(presets.load(_CONFIG.value), _SET.value)
-    run = pathlib.Path(_RUN.value or f"runs/{pathlib.Path(_CONFIG.value).stem}")
+    args = flags.FLAGS
     try:
+        config = config_io.override(presets.load(args.config), args["set"].value)
+        run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
         summary = train(config, run)
     except NonFiniteError as error:
-        logging.error("%s", error)
+        print(error, file=sys.stderr)
         raise SystemExit(NON_FINITE_EXIT) from error
+    except (ConfigError, CheckpointError, report.ReportError, ValueError, OSError) as error:
+        raise SystemExit(f"k3jax.train: {error}") from error
     print(f"\n{(run / 'sample.txt').read_text(encoding='utf-8')}\n")
     gzip, xz = (summary["baselines"][name]["whole"] for name in ("gzip", "xz"))
     print(f"held-out: {summary['bits_per_byte']:.3f} bits per byte (gzip -9: {gzip:.3f}, xz -9e: {xz:.3f})")
@@ -201,4 +204,7 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("config", "nano", "a preset, or a JSON file such as a run's config.json")
+    flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
+    flags.DEFINE_string("run", None, "the run folder; default runs/CONFIG")
     app.run(main)

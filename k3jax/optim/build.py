@@ -70,4 +70,4 @@ def update_rms(updates: Any, meta: Any) -> dict[str, jax.Array]:
         role = meta_of(metas, path, x.ndim).role.value
         squares[role] += jnp.sum(jnp.square(x.astype(jnp.float32)))
         counts[role] += x.size
-    return {role: jnp.sqrt(squares[role] / counts[role]) for role in sorted(squares)}
+    return {role: jnp.sqrt(squares[role] / float(counts[role])) for role in sorted(squares)}
