@@ -1,0 +1,230 @@
+"""KDA backward on TPU: one kernel that walks the steps of the forward in reverse and gives every gradient.
+
+It reads the raw inputs, the cotangent of the output, and per step what the forward saved: the state at its start and
+X = (I + L)^-1. With N the solution and P its right-hand side, dP = X^T dN and dL = -stril(dP N^T): the inverse needs no
+derivative of its own. The cotangent of the state stays, float32 and transposed, in the block of the initial state's
+gradient.
+
+The log-decay's gradient is a reverse running sum of q dq + k dk(as row) - k dk(as column). The diagonal of A carries no
+decay and is kept out of it: its two terms would cancel only up to rounding, and strong decay leaves less than that.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda.mosaic_tpu_forward import VMEM_LIMIT, token_specs
+from pallas_kernels.kda.mosaic_tpu_math import (
+    NT,
+    TN,
+    Plan,
+    block_diagonal,
+    chunk_masks,
+    halves,
+    iota,
+    load_pair,
+    mask_rows,
+    pair_decays,
+    pair_matrices,
+    prepare_beta,
+    prepare_pair,
+    run_in_lockstep,
+    store_pair,
+    term_mask,
+)
+
+
+def backward(plan: Plan, tokens, parameters, steps, saved, do, dfinal_BNHVK, *, interpret):
+    """Gradients of tokens (as `forward` takes them), of A_log and dt_bias as sums [B, H, K], of the states."""
+    q, k, v, gate, beta = tokens
+    B, _, H, K = q.shape
+    count, heads = steps.chunk.shape[1], plan.heads
+    specs = token_specs(plan, reverse=count)
+    in_names = ["key", "key", "value", "key", "beta", "A_log", "dt_bias"]
+    in_names += ["value", "saved_state", "saved_inverse", "anywhere"]
+    arguments = [*tokens, *parameters, do, *saved, dfinal_BNHVK]
+    if plan.documents:
+        in_names.append("documents")
+        arguments.append(steps.documents)
+    out_names = ["key", "key", "value", "key", "beta", "parameter_sums", "parameter_sums", "state"]
+    sums = jax.ShapeDtypeStruct((B, H, K), jnp.float32)
+    out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, gate)]
+    out_shape += [jax.ShapeDtypeStruct(beta.shape, jnp.float32), sums, sums]
+    out_shape.append(jax.ShapeDtypeStruct(dfinal_BNHVK.shape, jnp.float32))
+    return pl.pallas_call(
+        functools.partial(_kernel, plan, count),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, H // heads, count),
+            in_specs=[specs[x] for x in in_names],
+            out_specs=[specs[x] for x in out_names],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        interpret=interpret,
+        name="kda_backward",
+    )(steps.chunk, steps.slot, *arguments)
+
+
+def _kernel(plan, count, chunk_ref, slot_ref, *refs):
+    q_ref, k_ref, v_ref, gate_ref, beta_ref, a_log_ref, bias_ref, do_ref, *refs = refs
+    saved_state_ref, saved_inverse_ref, dfinal_ref, *refs = refs
+    documents_ref = refs.pop(0) if plan.documents else None
+    dq_ref, dk_ref, dv_ref, dgate_ref, dbeta_ref, da_log_ref, dbias_ref, dstate_ref = refs
+    C = plan.chunk
+    b, h, done = (pl.program_id(axis) for axis in range(3))
+    s = count - 1 - done
+    after = jnp.minimum(s + 1, count - 1)
+    slot = slot_ref[b, s]
+    revisits = (done > 0) & (chunk_ref[b, s] == chunk_ref[b, after]) if plan.slots else None
+
+    @pl.when((done == 0) | (slot != slot_ref[b, after]))
+    def _():
+        pltpu.sync_copy(dfinal_ref.at[b, slot, pl.ds(h * plan.heads, plan.heads)], dstate_ref.at[0, 0])
+
+    masks = chunk_masks(plan, documents_ref)
+    beta, beta_slope = prepare_beta(masks, beta_ref[0, 0].astype(jnp.float32))
+    da_log, dbias, dbeta = [], [], []
+
+    def program(j):
+        raw = [load_pair(ref, j) for ref in (q_ref, k_ref, gate_ref)]
+        heads = prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref)
+        decays = yield from pair_decays(plan, masks, heads)
+        A, B = yield from pair_matrices(plan, masks, heads, decays)
+        values, douts = ([mask_rows(masks, x) for x in load_pair(ref, j)] for ref in (v_ref, do_ref))
+        states = [saved_state_ref[0, 0, 2 * j + n] for n in range(2)]
+        dstates = [dstate_ref[0, 0, 2 * j + n] for n in range(2)]
+        R, N, dP = yield from _solve(plan, heads, decays, A, saved_inverse_ref[0, 0, j], values, douts, states, dstates)
+        dA, dB, dbetas, diagonals = yield from _matrix_gradients(plan, masks, heads, B, R, N, dP, douts)
+        dR = [head.beta * x for head, x in zip(heads, dP)]
+        store_pair(dv_ref, j, dR, add=revisits)
+        inner = yield from _inside_chunk(plan, heads, decays, dA, dB)
+        outer = yield from _through_state(plan, heads, decays, N, dR, douts, states, dstates)
+        dq, dk, dG = [], [], []
+        for n, (head, decay) in enumerate(zip(heads, decays)):
+            rows_q, rows_k, columns_k = (x + y for x, y in zip(inner[n], outer[n]))
+            last = jnp.sum(head.k * outer[n][2], 0, keepdims=True)
+            last += decay.whole * jnp.sum(states[n].astype(jnp.float32) * dstates[n], 0, keepdims=True)
+            by_decay = head.q * rows_q + head.k * (rows_k - columns_k)
+            dG.append(by_decay + jnp.where(iota(by_decay.shape, 0) == C - 1, last, 0.0))
+            dq.append(rows_q + diagonals[n] * head.k)
+            dk.append(rows_k + columns_k + diagonals[n] * head.q)
+            added = plan.product(
+                jnp.concatenate([douts[n], -dR[n]], 0),
+                jnp.concatenate([head.q * decay.enter, head.k * decay.enter], 0),
+                TN,
+            )
+            dstate_ref[0, 0, 2 * j + n] = dstates[n] * decay.whole + added
+        store_pair(dq_ref, j, [_unnormalize(x.q, x.q_root, y, plan.scale) for x, y in zip(heads, dq)], add=revisits)
+        store_pair(dk_ref, j, [_unnormalize(x.k, x.k_root, y, 1.0) for x, y in zip(heads, dk)], add=revisits)
+        dg = plan.product(masks.from_i, plan.pieces(jnp.concatenate(dG, 1), 2))
+        yield
+        dg = [dg[:, : plan.key], dg[:, plan.key :]]
+        dgate = [x * head.gate.by_input for x, head in zip(dg, heads)]
+        store_pair(dgate_ref, j, dgate, add=revisits)
+        for n in range(2):
+            dbias.append((2 * j + n, jnp.sum(dgate[n], 0, keepdims=True)))
+            da_log.append((2 * j + n, jnp.sum(dg[n] * heads[n].gate.by_a_log, 0, keepdims=True)))
+            dbeta.append((2 * j + n, dbetas[n]))
+
+    run_in_lockstep(program(j) for j in range(plan.heads // 2))
+    for ref, rows in ((da_log_ref, da_log), (dbias_ref, dbias)):
+        new = jnp.concatenate([x for _, x in sorted(rows, key=lambda x: x[0])], 0)
+        ref[0] = new + jnp.where(done == 0, 0.0, ref[0])
+    lane = iota((C, plan.heads), 1)
+    new = beta_slope * sum(jnp.where(lane == n, x, 0.0) for n, x in dbeta)
+    dbeta_ref[0, 0] = new if revisits is None else new + jnp.where(revisits, dbeta_ref[0, 0], 0.0)
+
+
+def _solve(plan, heads, decays, A, inverse, values, douts, states, dstates):
+    """Generator: R = V - K+ S, N = X (beta R) and dP = X^T dN, dN = A^T dO + K- dS', of two heads."""
+    C, V = plan.chunk, plan.value
+    inverse_T, A_T = inverse.astype(jnp.float32).T, A.T
+    R, dN = [], []
+    for n, (head, decay) in enumerate(zip(heads, decays)):
+        R.append(values[n] - plan.product(head.k * decay.enter, states[n], NT))
+        from_out = plan.product(A_T[n * C : (n + 1) * C], douts[n])
+        dN.append(from_out + plan.product(head.k * decay.leave, dstates[n], NT))
+    yield
+    right = block_diagonal(*(plan.pieces(head.beta * x)[0] for head, x in zip(heads, R)))
+    N = plan.product(inverse, right)
+    dP = [plan.product(inverse_T[n * C : (n + 1) * C], dN[n]) for n in range(2)]
+    yield
+    return R, [N[:, :V], N[:, V:]], dP
+
+
+def _matrix_gradients(plan, masks, heads, B, R, N, dP, douts):
+    """Generator: strictly lower dA and dB [C, 2C] of two heads; gradients of beta and of A's diagonal, [C, 1] each."""
+    C = plan.chunk
+    left = jnp.concatenate([jnp.concatenate(x, 1) for x in (douts, dP)], 0)
+    both = plan.product(left, block_diagonal(*(plan.pieces(x)[0] for x in N)), NT)
+    yield
+    strict = masks.until & (iota((C, 2 * C), 0) != iota((C, 2 * C), 1) % C)
+    dA, dL = jnp.where(strict, both[:C], 0.0), jnp.where(strict, -both[C:], 0.0)
+    by_row = dL * B
+    first = iota((C, 2 * C), 1) < C
+    dbeta = [
+        jnp.sum(dP[n] * R[n], -1, keepdims=True) + jnp.sum(jnp.where(first == (n == 0), by_row, 0.0), -1, keepdims=True)
+        for n in range(2)
+    ]
+    diagonals = [jnp.sum(x * y, -1, keepdims=True) for x, y in zip(douts, N)]
+    return dA, halves(plan, heads[0].beta, heads[1].beta) * dL, dbeta, diagonals
+
+
+def _inside_chunk(plan, heads, decays, dA, dB):
+    """Generator: gradients through A and B: of q, of k as row, of k as column, [C, K] each, for two heads."""
+    C, K = plan.chunk, plan.key
+    rows = [[], []]
+    columns = [None, None]
+    for index in range(len(decays[0].terms)):
+        terms = [d.terms[index] for d in decays]
+        start, stop = terms[0].start, terms[0].stop
+        cotangent = [x[start:stop] for x in (dA, dB)]
+        if not plan.bounded:
+            cotangent = [jnp.where(term_mask(plan, index), x, 0.0) for x in cotangent]
+        cotangent = jnp.concatenate(cotangent, 0)
+        right = []
+        for h, t in zip(heads, terms):
+            x = h.k[: len(t.column)] * t.column
+            missing = C - len(x)
+            right.append(jnp.concatenate([x, jnp.zeros((missing, K), jnp.float32)], 0) if missing else x)
+        by_row = plan.product(cotangent, block_diagonal(*(plan.pieces(x)[0] for x in right)))
+        flipped = cotangent.T
+        for n, (h, t) in enumerate(zip(heads, terms)):
+            left = jnp.concatenate([x[start:stop] * t.row for x in (h.q, h.k)], 0)
+            by_column = plan.product(flipped[n * C : n * C + len(t.column)], left) * t.column
+            columns[n] = by_column if columns[n] is None else _add_prefix(by_column, columns[n])
+            part = by_row[:, n * K : (n + 1) * K] * jnp.concatenate([t.row] * 2, 0)
+            rows[n].append((part[: stop - start], part[stop - start :]))
+        yield
+    combine = (lambda x: jnp.concatenate(x, 0)) if plan.bounded else sum
+    return [(combine([x for x, _ in rows[n]]), combine([x for _, x in rows[n]]), columns[n]) for n in range(2)]
+
+
+def _add_prefix(x, prefix):
+    """x with `prefix` added to its first rows."""
+    n = len(prefix)
+    return x + prefix if n == len(x) else jnp.concatenate([x[:n] + prefix, x[n:]], 0)
+
+
+def _through_state(plan, heads, decays, N, dR, douts, states, dstates):
+    """Generator: the same three gradients through the states at the start and the end of the chunk."""
+    C = plan.chunk
+    out = []
+    for n, decay in enumerate(decays):
+        start = plan.product(jnp.concatenate([douts[n], dR[n]], 0), states[n])
+        end = plan.product(N[n], dstates[n])
+        out.append((start[:C] * decay.enter, -start[C:] * decay.enter, end * decay.leave))
+    yield
+    return out
+
+
+def _unnormalize(y, root, dy, scale):
+    """Gradient of x from that of y = scale * x * root, root = 1 / norm of x."""
+    inner = jnp.sum(y * dy, -1, keepdims=True) * (1.0 / scale**2)
+    return (dy - y * inner) * (root * scale)

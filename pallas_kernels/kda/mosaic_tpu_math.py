@@ -1,0 +1,406 @@
+"""Arithmetic of one chunk on a TPU core, shared by the forward and the backward kernel.
+
+C tokens of a chunk, K and V widths of keys and values. Matrices between tokens of a chunk are kept for two heads side by
+side, [C, 2C]: 2C = 128 lanes fill a vector register, and one product against a block diagonal matrix serves both heads.
+States are transposed, [V, K], so that decays multiply along lanes. Log-decays are in base 2.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda.inputs import L2_EPSILON, MAX_A_LOG
+
+NN = ((1,), (0,))
+NT = ((1,), (1,))
+TN = ((0,), (0,))
+
+BLOCK = 16  # rows that share one anchor for their decays when log-decays are bounded
+SAFE_LOWER_BOUND = -80.0 / BLOCK
+UPPER_HALF = -(1 << 16)
+BASE = 8  # rows of the blocks that are inverted by substitution
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed when a kernel is built. heads per program (even); dtype of the operands of matrix products."""
+
+    heads: int
+    chunk: int
+    key: int
+    value: int
+    dtype: Any
+    lower_bound: float | None
+    documents: bool  # tokens carry document numbers, or some are padding
+    slots: bool  # one state per document, each step of the grid serves one document of one chunk
+    scale: float = 1.0
+
+    @property
+    def bounded(self):
+        return self.lower_bound is not None and self.lower_bound >= SAFE_LOWER_BOUND
+
+    def pieces(self, x, count=1):
+        """x as a sum of `count` bfloat16 arrays, or as it is when products are float32."""
+        if self.dtype == jnp.float32:
+            return (x.astype(jnp.float32),)
+        out = [x.astype(jnp.bfloat16)]
+        for _ in range(count - 1):
+            x = x - out[-1].astype(jnp.float32)
+            out.append(x.astype(jnp.bfloat16))
+        return tuple(out)
+
+    def product(self, a, b, dims=NN):
+        """Product of two matrices, each an array or a tuple of pieces; accumulates in float32.
+
+        Pieces are concatenated along the contraction, so the unit adds them up; small times small is left out.
+        """
+        a, b = (x if isinstance(x, tuple) else self.pieces(x) for x in (a, b))
+        used = [(i, j) for i in range(len(a)) for j in range(len(b)) if i == 0 or j == 0]
+        ((along_a,), (along_b,)) = dims
+        a = concatenate([a[i] for i, _ in used], along_a)
+        b = concatenate([b[j] for _, j in used], along_b)
+        precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+        return jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.float32, precision=precision)
+
+
+class Head(NamedTuple):
+    """Activated inputs of one head for one chunk, float32."""
+
+    q: jax.Array  # [C, K], unit norm times the scale
+    k: jax.Array  # [C, K], unit norm
+    q_root: jax.Array  # [C, 1], 1 / norm of q
+    k_root: jax.Array  # [C, 1]
+    gate: "Gate"
+    beta: jax.Array  # [C, 1]
+
+
+class Gate(NamedTuple):
+    """Log-decay of one head, [C, K], and its derivatives in base e."""
+
+    g: jax.Array  # base 2
+    by_input: jax.Array
+    by_a_log: jax.Array
+
+
+class Decays(NamedTuple):
+    """Decays of one head for one chunk, float32. `terms` cover every pair i > j once."""
+
+    enter: jax.Array  # [C, K], from the start of the chunk to i
+    leave: jax.Array  # [C, K], from i to the end of the chunk
+    whole: jax.Array  # [1, K]
+    terms: tuple["Term", ...]
+
+
+class Term(NamedTuple):
+    """decay(j -> i) = row_i * column_j for rows start..stop against columns 0..len(column)."""
+
+    start: int
+    stop: int
+    row: jax.Array
+    column: jax.Array
+
+
+class Masks(NamedTuple):
+    """Which tokens of a chunk meet; the last four are None without documents."""
+
+    until: jax.Array  # bool [C, 2C]: j <= i, same document, for two heads
+    from_i: jax.Array  # float32 [C, C]: 1 if j >= i, same document
+    valid: jax.Array | None  # bool [C, 1], False on padding
+    enter: jax.Array | None  # float32 [C, 1]: 1 if the token belongs to the document that enters the chunk
+    leave: jax.Array | None  # float32 [C, 1]: 1 if it belongs to the document that leaves the chunk
+    keep: jax.Array | None  # float32 [1, 1]: 1 if both are the same document
+
+
+def concatenate(parts, axis):
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def iota(shape, axis):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def load_pair(ref, j):
+    """Heads 2j and 2j + 1 of a [1, C, heads, D] block as two float32 [C, D] arrays, by strided loads.
+
+    bfloat16 heads lie in pairs in 32-bit words: the upper half of a word is one float32, the lower half the other.
+    """
+    _, C, heads, D = ref.shape
+    if ref.dtype == jnp.bfloat16:
+        words = ref.bitcast(jnp.int32).reshape(C * heads // 2, D)[pl.ds(j, C, stride=heads // 2), :]
+        return tuple(pltpu.bitcast(x, jnp.float32) for x in (words << 16, words & UPPER_HALF))
+    rows = ref.reshape(C * heads, D)
+    return tuple(rows[pl.ds(2 * j + n, C, stride=heads), :].astype(jnp.float32) for n in range(2))
+
+
+def store_pair(ref, j, pair, *, add):
+    """Inverse of `load_pair`. Where the scalar `add` is true, adds to what is there (None: never)."""
+    if add is not None:
+        pair = tuple(x + jnp.where(add, old, 0.0) for x, old in zip(pair, load_pair(ref, j)))
+    _, C, heads, D = ref.shape
+    if ref.dtype == jnp.bfloat16:
+        low, high = (pltpu.bitcast(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32) for x in pair)
+        words = (high & UPPER_HALF) | jax.lax.shift_right_logical(low, 16)
+        ref.bitcast(jnp.int32).reshape(C * heads // 2, D)[pl.ds(j, C, stride=heads // 2), :] = words
+        return
+    for n, x in enumerate(pair):
+        ref.reshape(C * heads, D)[pl.ds(2 * j + n, C, stride=heads), :] = x.astype(ref.dtype)
+
+
+def run_in_lockstep(programs):
+    """Advances generators together, one yield at a time, so that independent heads stand side by side in the program.
+
+    The compiler schedules near its program order, and a chain of dependent products leaves most units idle.
+    """
+    programs = list(programs)
+    while programs:
+        programs = [p for p in programs if next(p, StopIteration) is not StopIteration]
+
+
+def block_diagonal(a, b):
+    """[[a, 0], [0, b]] of two equal shapes."""
+    zero = jnp.zeros_like(a)
+    return jnp.concatenate([jnp.concatenate([a, zero], 1), jnp.concatenate([zero, b], 1)], 0)
+
+
+def spread(pair):
+    """[C, 2C] of two heads -> block diagonal [2C, 2C]."""
+    first = iota(pair.shape, 1) < pair.shape[1] // 2
+    zero = jnp.zeros_like(pair)
+    return jnp.concatenate([jnp.where(first, pair, zero), jnp.where(first, zero, pair)], 0)
+
+
+def chunk_masks(plan, documents_ref):
+    """Masks of this step from rows (document, valid, entering document) of int32 [1, 1, 3, C]."""
+    C = plan.chunk
+    i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
+    from_i = iota((C, C), 0) <= iota((C, C), 1)
+    if not plan.documents:
+        return Masks(j <= i, jnp.where(from_i, 1.0, 0.0), None, None, None, None)
+    ids, valid, entering = (documents_ref[0, 0, n : n + 1, :] for n in range(3))
+    column, valid, entering = (jnp.broadcast_to(x, (C, C)).T[:, :1] for x in (ids, valid, entering))
+    enter = jnp.where(column == entering, 1.0, 0.0)
+    leave = jnp.where(column == ids[:, C - 1 :], 1.0, 0.0)
+    return Masks(
+        until=(j <= i) & (column == jnp.concatenate([ids, ids], 1)),
+        from_i=jnp.where(from_i & (column == ids), 1.0, 0.0),
+        valid=valid != 0,
+        enter=enter,
+        leave=leave,
+        keep=enter[C - 1 :],
+    )
+
+
+def prepare_beta(masks, logits):
+    """(beta, its derivative) from logits [C, heads]; zero on padding."""
+    if masks.valid is not None:
+        logits = jnp.where(masks.valid, logits, 0.0)
+    beta, rest = jax.nn.sigmoid(logits), jax.nn.sigmoid(-logits)
+    if masks.valid is not None:
+        beta = jnp.where(masks.valid, beta, 0.0)
+    return beta, beta * rest
+
+
+def mask_rows(masks, x):
+    return x if masks.valid is None else jnp.where(masks.valid, x, 0.0)
+
+
+def prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref):
+    """Norms and gates of heads 2j and 2j + 1; raw: (q, k, gate), each a pair of [C, K]; beta [C, heads] activated."""
+    rows = [slice(n, n + 1) for n in (2 * j, 2 * j + 1)]
+    return [
+        prepare_head(plan, masks, *(x[n] for x in raw), beta[:, row], a_log_ref[row], bias_ref[row])
+        for n, row in enumerate(rows)
+    ]
+
+
+def prepare_head(plan, masks, q, k, x, beta, a_log, bias):
+    """Norms and gates of one head. q, k, x: [C, K] raw; beta [C, 1] activated; a_log [1, 1]; bias [1, K]."""
+    q, k, x = (mask_rows(masks, y) for y in (q, k, x))
+    q_root, k_root = (jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + L2_EPSILON) for y in (q, k))
+    gate = log_decay(plan.lower_bound, x + bias, jnp.exp(jnp.minimum(a_log, MAX_A_LOG)))
+    gate = Gate(*(mask_rows(masks, y) for y in gate))
+    return Head(q * (q_root * plan.scale), k * k_root, q_root, k_root, gate, beta)
+
+
+def log_decay(lower_bound, shifted, rate):
+    """Gate of Kimi K3 (bounded) or Kimi Linear from raw gate + bias [C, K] and rate = exp(A_log) [1, 1]."""
+    if lower_bound is None:
+        g = -rate * (jnp.maximum(shifted, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(shifted))))
+        return Gate(g * (1 / math.log(2)), -rate * jax.nn.sigmoid(shifted), g)
+    # Near 1 the logistic function loses digits, its complement does not.
+    z = rate * shifted
+    small = 1.0 / (1.0 + jnp.exp(jnp.abs(z)))
+    by_input = small * (1.0 - small) * (lower_bound * rate)
+    gate = jnp.where(z < 0, small, 1.0 - small)
+    return Gate(gate * (lower_bound / math.log(2)), by_input, by_input * shifted)
+
+
+def bounded_decays(plan, G):
+    """Decays from running sums G [C, K] when no log-decay is below SAFE_LOWER_BOUND.
+
+    Rows in blocks of 16. A block's anchor is the sum at its first row plus a constant, which centers the exponents
+    without looking at later tokens, so later tokens change no bit of earlier results.
+    """
+    C = plan.chunk
+    center = 0.5 * (BLOCK - 1) * plan.lower_bound / math.log(2)
+    terms, column, before = [], None, None
+    for start in range(0, C, BLOCK):
+        stop = start + BLOCK
+        anchor = G[start : start + 1] + center
+        distance = G[start:stop] - anchor
+        own = jnp.exp2(-distance)
+        column = own if column is None else jnp.concatenate([column * jnp.exp2(anchor - before), own], 0)
+        before = anchor
+        terms.append(Term(start, stop, jnp.exp2(distance), column))
+    last = G[C - 1 :]
+    return Decays(jnp.exp2(G), jnp.exp2(last - G), jnp.exp2(last), tuple(terms))
+
+
+def dyadic_masks(C):
+    """0/1 matrices [(2 + log2 C) * C, C]: sums of log-decays to a token, after it, and to the anchor of each level.
+
+    At the level of blocks of b tokens a pair is split at the first row of the later block: i sums from there to itself,
+    j sums from behind itself to there. All exponents are sums of log-decays, <= 0 and without cancellation.
+    """
+    i, m = iota((C, C), 0), iota((C, C), 1)
+    masks = [m <= i, m > i]
+    for b in dyadic_levels(C):
+        odd = (i // b) % 2 == 1
+        anchor = jnp.where(odd, i // b * b, (i // b + 1) * b)
+        masks.append(jnp.where(odd, (m > anchor) & (m <= i), (m > i) & (m <= anchor)))
+    return jnp.concatenate([jnp.where(x, 1.0, 0.0) for x in masks], 0)
+
+
+def dyadic_levels(C):
+    return [1 << n for n in range(C.bit_length() - 1)]
+
+
+def unbounded_decays(plan, sums):
+    """Decays from sums [(2 + log2 C) * C, K] over `dyadic_masks`; finite for every log-decay <= 0."""
+    C = plan.chunk
+    parts = [jnp.exp2(sums[n * C : (n + 1) * C]) for n in range(sums.shape[0] // C)]
+    row = iota((C, sums.shape[1]), 0)
+    terms = []
+    for b, decay in zip(dyadic_levels(C), parts[2:]):
+        odd = (row // b) % 2 == 1
+        terms.append(Term(0, C, jnp.where(odd, decay, 0.0), jnp.where(odd, 0.0, decay)))
+    return Decays(parts[0], parts[1], parts[0][C - 1 :], tuple(terms))
+
+
+def mask_decays(masks, decays):
+    """Cuts a chunk's contact with the state for tokens of documents that do not enter or leave it."""
+    if masks.enter is None:
+        return decays
+    enter, leave = decays.enter * masks.enter, decays.leave * masks.leave
+    return decays._replace(enter=enter, leave=leave, whole=decays.whole * masks.keep)
+
+
+def term_mask(plan, index):
+    """bool [rows, 2C]: pairs that a term of `unbounded_decays` covers."""
+    C = plan.chunk
+    i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
+    size = 2 * dyadic_levels(C)[index]
+    return i // size == j // size
+
+
+def pair_decays(plan, masks, heads):
+    """Generator: decays of two heads."""
+    C, K = plan.chunk, plan.key
+    g = plan.pieces(jnp.concatenate([h.gate.g for h in heads], 1), 2 if plan.bounded else 3)
+    until = jnp.where(iota((C, C), 0) >= iota((C, C), 1), 1.0, 0.0)
+    sums = plan.product(until if plan.bounded else dyadic_masks(C), g)
+    yield
+    function = bounded_decays if plan.bounded else unbounded_decays
+    return [mask_decays(masks, function(plan, sums[:, n * K : (n + 1) * K])) for n in range(2)]
+
+
+def pair_matrices(plan, masks, heads, decays):
+    """Generator: A_ij = <q_i, k_j decay>, i >= j, and B_ij = <k_i, k_j decay>, i > j; [C, 2C] of two heads."""
+    C = plan.chunk
+    zero = jnp.zeros((C, 2 * C), jnp.float32)
+    A, B = ([], []) if plan.bounded else (zero, zero)
+    for index in range(len(decays[0].terms)):
+        both = []
+        for h, d in zip(heads, decays):
+            term = d.terms[index]
+            rows = jnp.concatenate([x[term.start : term.stop] * term.row for x in (h.q, h.k)], 0)
+            columns = h.k[: len(term.column)] * term.column
+            x = plan.product(rows, plan.pieces(columns, 2), NT)
+            if x.shape[1] < C:
+                x = jnp.concatenate([x, jnp.zeros((x.shape[0], C - x.shape[1]), jnp.float32)], 1)
+            both.append(x)
+        yield
+        both = jnp.concatenate(both, 1)
+        half = len(both) // 2
+        if plan.bounded:
+            A.append(both[:half])
+            B.append(both[half:])
+        else:
+            A, B = (x + jnp.where(term_mask(plan, index), y, 0.0) for x, y in ((A, both[:half]), (B, both[half:])))
+    if plan.bounded:
+        A, B = jnp.concatenate(A, 0), jnp.concatenate(B, 0)
+    i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
+    diagonal = halves(plan, *(jnp.sum(h.q * h.k, -1, keepdims=True) for h in heads))
+    A = jnp.where(i == j, diagonal, jnp.where(masks.until, A, 0.0))
+    return A, jnp.where(masks.until & (i != j), B, 0.0)
+
+
+def halves(plan, a, b):
+    """Columns [C, 1] of two heads -> [C, 2C], each over its head's lanes."""
+    C = plan.chunk
+    return jnp.where(iota((C, 2 * C), 1) < C, a, b)
+
+
+def unit_lower_inverse(plan, L):
+    """Generator: (I + L)^-1 of two strictly lower triangular matrices [C, 2C].
+
+    Blocks of 8 by substitution in float32, merged pairwise (X_21 = -X_22 L_21 X_11) with rounded operands, then one
+    Newton step whose residual I - (I + L) X is exact for the rounded X. Powers of L are never formed: they grow like
+    binomials when keys are alike.
+    """
+    C, P = L.shape
+    i, j = iota((C, P), 0), iota((C, P), 1) % C
+    X = _base_inverse(L)
+    size = BASE
+    while size < C:
+        lower = [slice(start, start + size) for start in range(size, C, 2 * size)]
+        off = jnp.where((i // (2 * size) == j // (2 * size)) & (i // size != j // size), L, 0.0)
+        (off,) = plan.pieces(off)
+        Z = plan.product(jnp.concatenate([X[s] for s in lower], 0), spread(off))
+        yield
+        (whole,) = plan.pieces(X)
+        Y = plan.product(Z, spread(whole))
+        yield
+        parts = []
+        for n, s in enumerate(lower):
+            parts += [X[s.start - size : s.start], X[s] - Y[n * size : (n + 1) * size]]
+        X = jnp.concatenate(parts, 0)
+        size *= 2
+    if plan.dtype == jnp.float32:
+        return X
+    (rounded,) = plan.pieces(X)
+    LX = plan.product(jnp.concatenate(plan.pieces(L, 2), 0), spread(rounded))
+    yield
+    X = rounded.astype(jnp.float32)
+    (residual,) = plan.pieces(jnp.where(i == j, 1.0, 0.0) - X - (LX[:C] + LX[C:]))
+    X = X + plan.product(rounded, spread(residual))
+    yield
+    return X
+
+
+def _base_inverse(L):
+    """Inverses of the diagonal blocks of 8, [C, 2C]; all blocks of both heads share the lanes of one [8, 2C] array."""
+    C, P = L.shape[0], L.shape[1]
+    row, lane = iota((BASE, P), 0), iota((BASE, P), 1)
+    blocks = range(C // BASE)
+    D = sum(jnp.where(lane % C // BASE == n, L[n * BASE : (n + 1) * BASE], 0.0) for n in blocks)
+    X = jnp.where(lane % BASE == row, 1.0, 0.0)
+    for s in range(BASE - 1):
+        column = jnp.take_along_axis(D, lane // BASE * BASE + s, axis=1)
+        X = X - jnp.where(row > s, column, 0.0) * X[s : s + 1]
+    return jnp.concatenate([jnp.where(lane % C // BASE == n, X, 0.0) for n in blocks], 0)
