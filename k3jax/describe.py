@@ -1,7 +1,7 @@
 """What a configuration is and costs, printed before anything is allocated.
 
-    python -m k3jax.describe kimi_k3
-    python -m k3jax.describe nano --set model.moe.experts=32 --parameters
+python -m k3jax.describe kimi_k3
+python -m k3jax.describe nano --set model.moe.experts=32 --parameters
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Continues text with a trained checkpoint, or token ids with released weights.
 
-    python -m k3jax.generate --checkpoint runs/nano --prompt "def main(" --max-new 200
-    python -m k3jax.generate --hf DIR --ids prompts.npy --greedy --max-new 32 --out continued.npy
+python -m k3jax.generate --checkpoint runs/nano --prompt "def main(" --max-new 200
+python -m k3jax.generate --hf DIR --ids prompts.npy --greedy --max-new 32 --out continued.npy
 """
 
 import pathlib
@@ -15,6 +15,7 @@ from k3jax.data import ByteTokenizer
 from k3jax.hf import load_hf
 from k3jax.model.weights import Weights
 from k3jax.sampling import Sampling, generate
+
 
 def _text(args: flags.FlagValues, sampling: Sampling) -> None:
     """Continues ``--prompt`` with a trained checkpoint, and prints each with its continuation."""
@@ -35,9 +36,7 @@ def _ids(args: flags.FlagValues, sampling: Sampling) -> None:
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{args.ids} must hold integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
     model, params, router = load_hf(args.hf)
-    new = generate(
-        model, Weights(params, router), np.atleast_2d(ids), max_new=args["max-new"].value, sampling=sampling
-    )
+    new = generate(model, Weights(params, router), np.atleast_2d(ids), max_new=args["max-new"].value, sampling=sampling)
     if args.out:
         np.save(args.out, np.array(new, np.int32))
     else:

@@ -7,15 +7,18 @@ import subprocess
 import sys
 
 import jax
+from absl import logging
 
 CACHE_VARIABLE = "K3JAX_CACHE"
 
 
 def start() -> None:
-    """Turns on the persistent compilation cache, in ``$K3JAX_CACHE`` or ``~/.cache/k3jax``, unless JAX has one already.
+    """Turns on the persistent compilation cache, and keeps libraries' progress notes off the screen.
 
-    A compiled step is keyed by its program and the compiler's version, so a cache is never stale.
+    The cache lies in ``$K3JAX_CACHE`` or ``~/.cache/k3jax``, unless JAX has one already. A compiled step is keyed by
+    its program and the compiler's version, so a cache is never stale.
     """
+    logging.set_verbosity(logging.WARNING)
     if jax.config.jax_compilation_cache_dir is None:
         default = pathlib.Path.home() / ".cache" / "k3jax"
         jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE, str(default)))

@@ -1,6 +1,6 @@
 """Sampling from a model: several prompts of different lengths at once, each as if it were alone.
 
-A KDA layer's memory is constant in the length of the text; an MLA layer keeps its compressed latent and shared key only.
+A KDA layer's memory is constant in the length of the text; an MLA layer keeps the compressed latent and shared key only.
 """
 
 import zlib
@@ -35,8 +35,13 @@ class Sampling:
 
 
 def generate(
-    model: c.ModelConfig, weights_: Weights, prompts: Sequence[Sequence[int]], *, max_new: int,
-    sampling: Sampling = Sampling(), stop: int | None = None,
+    model: c.ModelConfig,
+    weights_: Weights,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int,
+    sampling: Sampling = Sampling(),
+    stop: int | None = None,
 ) -> list[list[int]]:
     """Continues every prompt; each continuation is what the prompt would get alone.
 
@@ -135,4 +140,6 @@ def _check(model: c.ModelConfig, prompts, max_new: int) -> None:
         if not ids.size:
             raise ValueError(f"prompt {number} is empty; give at least one token")
         if ids.min() < 0 or ids.max() >= model.vocab:
-            raise ValueError(f"prompt {number} has ids from {ids.min()} to {ids.max()}; the vocabulary is 0..{model.vocab - 1}")
+            raise ValueError(
+                f"prompt {number} has ids from {ids.min()} to {ids.max()}; the vocabulary is 0..{model.vocab - 1}"
+            )

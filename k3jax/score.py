@@ -1,6 +1,6 @@
 """Logits and loss of released weights on given tokens.
 
-    python -m k3jax.score --hf DIR --ids FILE.npy --out logits.npy
+python -m k3jax.score --hf DIR --ids FILE.npy --out logits.npy
 """
 
 import os
@@ -22,9 +22,7 @@ from k3jax.model.weights import Weights
 BLOCK = 1024
 
 
-def score(
-    model: c.ModelConfig, weights_: Weights, ids_BT: np.ndarray, out: np.ndarray | None = None
-) -> float | None:
+def score(model: c.ModelConfig, weights_: Weights, ids_BT: np.ndarray, out: np.ndarray | None = None) -> float | None:
     """Mean next-token cross-entropy in nats over all rows, every row from an empty state.
 
     Rows are computed one by one, and their logits ``BLOCK`` tokens at a time.

@@ -1,6 +1,6 @@
 """The dimension key: one letter, one meaning, everywhere in this repository.
 
-Arrays carry their shape as a suffix where it helps (``q_BTHK``). A suffix is dropped where a function works on any shape.
+Arrays carry their shape as a suffix where it helps (``q_BTHK``), and none where a function works on any shape.
 
 ====== ===============================================================
 B      batch (rows; a row may hold several packed documents)

@@ -177,9 +177,7 @@ def eval_step(config: TrainConfig, weights_: Weights, batch: Batch) -> LossStats
     """Summed statistics of a held-out batch; balancing neither sees nor moves anything."""
     net = weights.bind(config.model, weights_)
     hidden, _ = net(config.model, batch.tokens_BT, batch.segments_BT)
-    _, stats = chunked_cross_entropy(
-        hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk
-    )
+    _, stats = chunked_cross_entropy(hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk)
     return stats
 
 

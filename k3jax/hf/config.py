@@ -14,7 +14,8 @@ from k3jax.hf.fields import REQUIRED, Fields
 
 # Keys without a meaning for the text backbone: token ids, generation defaults, book-keeping of the file's tools, and
 # position settings of a model that has no position encoding.
-IGNORED = frozenset("""
+IGNORED = frozenset(
+    """
     _attn_implementation _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
     bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
@@ -25,7 +26,8 @@ IGNORED = frozenset("""
     repetition_penalty return_dict return_dict_in_generate rope_scaling rope_theta sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
     transformers_version typical_p unk_token_id use_bfloat16 use_cache use_grouped_topk
-""".split())  # noqa: SIM905 - one word a line would be three screens
+""".split()
+)  # noqa: SIM905 - one word a line would be three screens
 
 # Fields with the only value that this model can stand for, and why.
 FIXED = {

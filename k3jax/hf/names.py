@@ -48,9 +48,7 @@ BACK = Form(
 VECTOR = Form(
     lambda shape: (math.prod(shape),), lambda array, shape: array.reshape(shape), lambda array: array.reshape(-1)
 )
-ROW = Form(
-    lambda shape: (1, *shape), lambda array, shape: array.reshape(shape), lambda array: array[None]
-)
+ROW = Form(lambda shape: (1, *shape), lambda array, shape: array.reshape(shape), lambda array: array[None])
 # Depthwise convolution, [channel, 1, tap].
 CONV = Form(
     lambda shape: (math.prod(shape[1:]), 1, shape[0]),

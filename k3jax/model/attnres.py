@@ -105,7 +105,10 @@ def _mix_fwd(eps, stream, u_D):
 
 
 def _mix_bwd(eps, saved, dh_BTD):
-    """With score_i = r_i u.v_i: dscore_i = w_i (dh.v_i - dh.h), dv_i = w_i dh + dscore_i r_i (u - score_i r_i v_i / D)."""
+    """With score_i = r_i u.v_i:
+
+    ``dscore_i = w_i (dh.v_i - dh.h)`` and ``dv_i = w_i dh + dscore_i r_i (u - score_i r_i v_i / D)``.
+    """
     stream, u_D = saved
     dh = dh_BTD.astype(jnp.float32)
     scores, inverses = _scores(eps, stream, u_D)

@@ -61,9 +61,7 @@ def observe(balancer: c.Balancer, scores_NE, bias_E, selected_NA, biased_top_NA1
         case c.AuxLoss(weight):
             aux_loss = weight * switch_loss(scores_NE, load, selected_NA.shape[1], valid_N)
     margin = jnp.where(valid_N, biased_top_NA1[:, -2] - biased_top_NA1[:, -1], 0).sum()
-    return Observation(
-        load, valid_N.sum(dtype=jnp.int32), histogram, required, aux_loss, jax.lax.stop_gradient(margin)
-    )
+    return Observation(load, valid_N.sum(dtype=jnp.int32), histogram, required, aux_loss, jax.lax.stop_gradient(margin))
 
 
 def histogram_range(bias_E: Array, bins: int) -> tuple[Array, Array]:
@@ -84,7 +82,9 @@ def required_bias_histogram(required_NE: Array, bias_E: Array, valid_N: Array, b
     coarse_NEI = (index[..., None] // fine == jnp.arange(COARSE_BINS)) & valid_N[:, None, None]
     fine_NEJ = index[..., None] % fine == jnp.arange(fine)
     counts = jnp.einsum(
-        "nei,nej->eij", coarse_NEI.astype(jnp.bfloat16), fine_NEJ.astype(jnp.bfloat16),
+        "nei,nej->eij",
+        coarse_NEI.astype(jnp.bfloat16),
+        fine_NEJ.astype(jnp.bfloat16),
         preferred_element_type=jnp.float32,
     )
     return counts.reshape(counts.shape[0], -1)[:, :bins].astype(jnp.int32)

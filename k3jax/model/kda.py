@@ -73,7 +73,11 @@ class KDALayer(nnx.Module):
         for name in "qkv":
             setattr(self, name, nn.param(name, width, role=Role.HEADS, axes=heads, init=normal))
             conv = nn.param(
-                f"{name}_conv", (spec.conv, H, K), role=Role.CONV, axes=("tap", "heads", "key"), init=nn.Uniform(spec.conv**-0.5)
+                f"{name}_conv",
+                (spec.conv, H, K),
+                role=Role.CONV,
+                axes=("tap", "heads", "key"),
+                init=nn.Uniform(spec.conv**-0.5),
             )
             setattr(self, f"{name}_conv", conv)
         self.forget_in = nn.param("forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
@@ -82,9 +86,7 @@ class KDALayer(nnx.Module):
         )
         self.beta = nn.param("beta", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
         self.A_log = nn.param("A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.ZEROS)
-        self.dt_bias = nn.param(
-            "dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=nn.DecayBias()
-        )
+        self.dt_bias = nn.param("dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=nn.DecayBias())
         self.out_norm = nn.norm_weight("out_norm", K, "value")
         match spec.output_gate:
             case c.FullRankGate():

@@ -31,8 +31,15 @@ class MLACache(NamedTuple):
 
 
 def attention(
-    q_BTHK: Array, k_BSHK: Array, v_BSHV: Array, *, scale: float, query_position: Array, key_position: Array,
-    query_segment: Array | None = None, key_segment: Array | None = None,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHV: Array,
+    *,
+    scale: float,
+    query_position: Array,
+    key_position: Array,
+    query_segment: Array | None = None,
+    key_segment: Array | None = None,
 ) -> tuple[Array, Array]:
     """Causal softmax attention within documents, a block of queries at a time.
 
@@ -103,13 +110,9 @@ class MLALayer(nnx.Module):
         spec, normal = model.mla, nn.Normal(model.init_std)
         D, H, R = model.dim, spec.heads, spec.kv_rank
         if spec.q_rank is None:
-            self.q = nn.param(
-                "q", (D, H, spec.qk_dim), role=Role.HEADS, axes=("embed", "heads", "key"), init=normal
-            )
+            self.q = nn.param("q", (D, H, spec.qk_dim), role=Role.HEADS, axes=("embed", "heads", "key"), init=normal)
         else:
-            self.q_down = nn.param(
-                "q_down", (D, spec.q_rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal
-            )
+            self.q_down = nn.param("q_down", (D, spec.q_rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
             self.q_norm = nn.norm_weight("q_norm", spec.q_rank, "rank")
             self.q_up = nn.param(
                 "q_up", (spec.q_rank, H, spec.qk_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
@@ -118,12 +121,8 @@ class MLALayer(nnx.Module):
             "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
         )
         self.kv_norm = nn.norm_weight("kv_norm", R, "rank")
-        self.k_up = nn.param(
-            "k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
-        )
-        self.v_up = nn.param(
-            "v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal
-        )
+        self.k_up = nn.param("k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal)
+        self.v_up = nn.param("v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal)
         value = ("embed", "heads", "value")
         if isinstance(spec.output_gate, c.FullRankGate):
             self.gate = nn.param("gate", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
@@ -178,8 +177,14 @@ class MLALayer(nnx.Module):
             v = nn.einsum("bsr,rhv->bshv", latent, self.v_up[...])
             k = jnp.concatenate([k, jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], shared.shape[-1]))], axis=-1)
             return attention(
-                q, k, v, scale=model.mla.qk_dim**-0.5, query_position=query_position, key_position=key_position,
-                query_segment=query_segment, key_segment=key_segment,
+                q,
+                k,
+                v,
+                scale=model.mla.qk_dim**-0.5,
+                query_position=query_position,
+                key_position=key_position,
+                query_segment=query_segment,
+                key_segment=key_segment,
             )
 
     def _absorbed(self, model, q, latent, shared, query_position, key_position):

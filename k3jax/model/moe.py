@@ -61,9 +61,7 @@ def expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, activa
         cpu=lambda *a: _blocked(*a, activation=activation),
         default=lambda *a: _ragged(*a, activation=activation),
     )
-    mixed = jnp.einsum(
-        "nal,na->nl", y_NAL.astype(jnp.float32), routing.weights, precision=jax.lax.Precision.HIGHEST
-    )
+    mixed = jnp.einsum("nal,na->nl", y_NAL.astype(jnp.float32), routing.weights, precision=jax.lax.Precision.HIGHEST)
     return mixed.astype(z_NL.dtype)
 
 
@@ -87,7 +85,7 @@ def _ragged(z_NL, experts_NA, gate, up, down, *, activation):
 
 
 def _blocked(z_NL, experts_NA, gate, up, down, *, activation):
-    """The same through equal blocks of rows: each expert's rows are padded to whole blocks, ``N A / block + E`` in all."""
+    """The same through equal blocks of rows: every expert has whole blocks, ``N A / block + E`` of them in all."""
     (N, A), E = experts_NA.shape, gate.shape[0]
     block = min(ROW_BLOCK, N * A)
     blocks = -(-N * A // block) + E
@@ -115,9 +113,7 @@ class MoELayer(nnx.Module):
         spec, normal = model.moe, nn.Normal(model.init_std)
         D, E, F = model.dim, spec.experts, spec.width
         L = spec.latent.dim if spec.latent else D
-        self.router = nn.param(
-            "router", (D, E), role=Role.ROUTER, axes=("embed", "router"), init=nn.Uniform(D**-0.5)
-        )
+        self.router = nn.param("router", (D, E), role=Role.ROUTER, axes=("embed", "router"), init=nn.Uniform(D**-0.5))
         self.bias = nn.State(jnp.zeros((E,), jnp.float32))
         if spec.latent:
             latent = ("embed", "latent")

@@ -48,8 +48,14 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
-        self, model: c.ModelConfig, tokens_BT: Array, segment_ids: Array | None = None, *, observe: bool = False,
-        capture: bool = False, segments: tuple[layout.Segment, ...] | None = None,
+        self,
+        model: c.ModelConfig,
+        tokens_BT: Array,
+        segment_ids: Array | None = None,
+        *,
+        observe: bool = False,
+        capture: bool = False,
+        segments: tuple[layout.Segment, ...] | None = None,
     ) -> tuple[Array, list[list[LayerReport]]]:
         """Normalized final hidden states [B, T, D] and every layer's report.
 
@@ -101,7 +107,9 @@ class Transformer(nnx.Module):
 
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
         caches = []
-        for segment, layers, closes, cache in zip(segments, self.segments, _closing_flags(model, segments), state.caches):
+        for segment, layers, closes, cache in zip(
+            segments, self.segments, _closing_flags(model, segments), state.caches
+        ):
             stream, after = run_segment(segment, layer_fn, stream, list(zip(layers, closes, cache)))
             caches.append(after)
         return self._final(model, stream), DecodeState(caches, state.length + lengths)
@@ -143,7 +151,8 @@ def init_decode_state(model: c.ModelConfig, batch: int, length: int) -> DecodeSt
 
 def by_layer(segments: tuple[layout.Segment, ...], stacked: list[list]) -> list:
     """Unstacks per-segment, per-run pytrees with leading axes [repeats, run length] into one per layer, in order."""
-    return [
-        jax.tree.map(lambda x: x[slot.repeat, slot.index], stacked[slot.segment][slot.run])
-        for slot in layout.slots(segments)
-    ]
+
+    def one(slot: layout.Slot):
+        return jax.tree.map(lambda x: x[slot.repeat, slot.index], stacked[slot.segment][slot.run])
+
+    return [one(slot) for slot in layout.slots(segments)]

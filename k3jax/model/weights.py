@@ -47,9 +47,7 @@ def init(model: c.ModelConfig, seed: int, segments: tuple[layout.Segment, ...] |
     return Weights(nnx.to_pure_dict(params), nnx.to_pure_dict(router))
 
 
-def bind(
-    model: c.ModelConfig, weights: Weights, segments: tuple[layout.Segment, ...] | None = None
-) -> Transformer:
+def bind(model: c.ModelConfig, weights: Weights, segments: tuple[layout.Segment, ...] | None = None) -> Transformer:
     """The model that uses these weights."""
     graph = structure(model, segments).graph
     return nnx.merge(graph, weights.params, weights.router)

@@ -1,0 +1,96 @@
+"""The train step: accumulation, guards, balancing from one step to the next, and lowering without arrays."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax import config as c
+from k3jax import presets
+from k3jax.data import ByteTokenizer, load_corpus, train_batches
+from k3jax.step import eval_step, init_state, lower_train_step, train_step
+
+
+@pytest.fixture(scope="module")
+def batches(micro):
+    corpus = load_corpus(micro.data)
+    return train_batches(
+        corpus.train, length=micro.seq_len, batch=micro.batch, seed=micro.seed, tokenizer=ByteTokenizer()
+    )
+
+
+@pytest.fixture(scope="module")
+def step(micro):
+    return jax.jit(partial(train_step, micro))
+
+
+def biases(state):
+    return jax.tree.leaves(state.weights.router)
+
+
+def test_learns_the_batch_it_sees(micro, batches, step):
+    state, losses = init_state(micro), []
+    for _ in range(6):
+        state, metrics = step(state, batches[0])
+        losses.append(float(metrics.loss))
+    assert np.isclose(losses[0], np.log(micro.model.vocab), atol=0.5)
+    assert losses[-1] < losses[0] - 0.3
+    assert int(state.step) == 6
+
+
+def test_micro_batches_change_nothing_but_rounding(micro, batches, step):
+    state = init_state(micro)
+    whole, seen = step(state, batches[0])
+    parts, seen_in_parts = jax.jit(partial(train_step, c.replace(micro, micro_batches=2)))(state, batches[0])
+    np.testing.assert_allclose(seen.loss, seen_in_parts.loss, rtol=1e-6)
+    np.testing.assert_allclose(seen.grad_norm, seen_in_parts.grad_norm, rtol=1e-5)
+    np.testing.assert_array_equal(seen.load, seen_in_parts.load)
+    for a, b in zip(biases(whole), biases(parts)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bias_moves_after_the_step_and_counts_from_the_next(micro, batches, step):
+    state = init_state(micro)
+    assert all(not np.any(bias) for bias in biases(state))
+    after, first = step(state, batches[0])
+    assert any(np.any(bias) for bias in biases(after))
+    frozen = after._replace(weights=after.weights._replace(router=state.weights.router))
+    _, with_new = step(after, batches[0])
+    _, with_old = step(frozen, batches[0])
+    assert not np.array_equal(with_new.load, with_old.load)
+    assert int(first.load.sum()) == 2 * micro.tokens_per_step * micro.model.moe.active
+
+
+def test_a_step_that_is_not_finite_changes_nothing(micro, batches, step):
+    good = init_state(micro)
+    params = dict(good.weights.params, norm=good.weights.params["norm"].at[3].set(jnp.nan))
+    state = good._replace(weights=good.weights._replace(params=params))
+    after, metrics = step(state, batches[0])
+    assert not bool(metrics.finite)
+    assert int(after.step) == 1
+    for old, new in zip(jax.tree.leaves(state[1:]), jax.tree.leaves(after[1:])):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_evaluation_moves_and_observes_nothing(micro, batches):
+    state = init_state(micro)
+    jaxpr = str(jax.make_jaxpr(partial(eval_step, micro))(state.weights, batches[0]))
+    assert f"i32[{micro.model.moe.experts},{micro.model.moe.balancer.bins}]" not in jaxpr
+
+
+@pytest.mark.parametrize(
+    "balancer", [c.ExactQuantileBalancing(), c.SignRule(), c.AuxLoss(), c.NoBalancing()], ids=lambda b: type(b).__name__
+)
+def test_every_balancer_lowers_with_micro_batches(micro, balancer):
+    moe = c.replace(micro.model.moe, balancer=balancer)
+    lower_train_step(c.replace(micro, model=c.replace(micro.model, moe=moe), micro_batches=2))
+
+
+def test_the_whole_of_k3_lowers_from_shapes():
+    lowered = lower_train_step(presets.load("kimi_k3"))
+    weights = lowered.args_info[0][0].weights.params
+    assert (
+        sum(leaf.size if hasattr(leaf, "size") else np.prod(leaf.shape) for leaf in jax.tree.leaves(weights)) > 2.7e12
+    )
