@@ -1,6 +1,6 @@
 """Sampling from a model: several prompts of different lengths at once, each as if it were alone.
 
-A KDA layer's memory is constant in the length of the text; an MLA layer keeps the compressed latent and shared key only.
+A KDA layer's memory is constant in the length of the text; an MLA layer keeps a compressed latent and a shared key.
 """
 
 import zlib
