@@ -20,7 +20,7 @@ VOCAB = 163840
 def nano() -> TrainConfig:
     """The demonstration: every part of K3 at a size that two CPU cores train in minutes.
 
-    5,578,116 parameters, 2,448,516 active.
+    2,871,131 parameters, 1,298,075 active.
     """
     model = c.ModelConfig(
         vocab=ByteTokenizer.size,
@@ -40,14 +40,14 @@ def nano() -> TrainConfig:
     return TrainConfig(
         model=model,
         optimizer=Optimizer(schedule=Cosine(peak=1e-2)),
-        data=StdlibCorpus(),
+        data=StdlibCorpus(held_out=0.008),
         seq_len=256,
-        batch=8,
-        steps=280,
-        eval_every=70,
-        eval_bytes=60_000,
-        checkpoint_every=140,
-        loss_chunk=256,
+        batch=4,
+        steps=360,
+        eval_every=90,
+        eval_bytes=30_000,
+        checkpoint_every=180,
+        loss_chunk=128,
     )
 
 

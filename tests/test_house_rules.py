@@ -8,7 +8,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = ["pallas_kernels", "k3jax", "experiments", "launch"]
-NNX = {"Module", "Param", "Variable", "List", "State", "split", "merge", "to_pure_dict", "to_flat_state", "from_flat_state"}
+NNX = {"Module", "Param", "Variable", "List", "State", "split", "merge", "to_pure_dict"}
+NNX |= {"to_flat_state", "from_flat_state"}
 COMPOSERS = {"block.py", "transformer.py", "weights.py"}
 SHARED = {"layout"}
 FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
