@@ -139,7 +139,7 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
     finite, only the step number moves.
     """
     grads, loss, stats, reports = _gradients(config, state, batch)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     kept, rms = jax.lax.cond(finite, partial(_apply, config), partial(_skip, config), state, grads, reports)
     metrics = StepMetrics(

@@ -109,7 +109,7 @@ def test_a_run_that_breaks_names_step_layers_and_checkpoint(micro, tmp_path, mon
     ("arguments", "expected"),
     [
         (["--config", "nanoo"], "nano"),
-        (["--set", "model.dmi=3"], "model.dim"),
+        (["--set", "model.dmi=3"], "did you mean 'dim'"),
         (["--set", "model.dim=wide"], "model.dim"),
     ],
 )
