@@ -2,8 +2,8 @@
 
 Grid (rows of the batch, groups of heads, steps); a step is one chunk or, with one state per document, the part of one
 chunk that belongs to one document. The state stays in the block of the final state, float32 and transposed, over the
-steps. Operands of products are bfloat16 for bfloat16 inputs, in two pieces (exact to 2^-16) where errors of tokens would
-add up instead of canceling: columns of the decayed products, N, and the keys that enter the state.
+steps. Operands of products are bfloat16 for bfloat16 inputs, in two pieces (exact to 2^-16) where errors of tokens add
+up instead of canceling: columns of the decayed products, N, and the keys that enter the state.
 """
 
 import functools

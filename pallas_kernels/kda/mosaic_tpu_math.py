@@ -1,8 +1,8 @@
 """Arithmetic of one chunk on a TPU core, shared by the forward and the backward kernel.
 
-C tokens of a chunk, K and V widths of keys and values. Matrices between tokens of a chunk are kept for two heads side by
-side, [C, 2C]: 2C = 128 lanes fill a vector register, and one product against a block diagonal matrix serves both heads.
-States are transposed, [V, K], so that decays multiply along lanes. Log-decays are in base 2.
+C tokens of a chunk, K and V widths of keys and values. Matrices between tokens of a chunk are kept for two heads side
+by side, [C, 2C]: 2C = 128 lanes fill a vector register, and one product against a block diagonal matrix serves both
+heads. States are transposed, [V, K], so that decays multiply along lanes. Log-decays are in base 2.
 """
 
 import dataclasses
@@ -232,11 +232,10 @@ def log_decay(lower_bound, shifted, rate):
     if lower_bound is None:
         g = -rate * (jnp.maximum(shifted, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(shifted))))
         return Gate(g * (1 / math.log(2)), -rate * jax.nn.sigmoid(shifted), g)
-    # Near 1 the logistic function loses digits, its complement does not.
+    # The complement is computed on its own: 1 - gate has no digits left where the gate is near 1.
     z = rate * shifted
-    small = 1.0 / (1.0 + jnp.exp(jnp.abs(z)))
-    by_input = small * (1.0 - small) * (lower_bound * rate)
-    gate = jnp.where(z < 0, small, 1.0 - small)
+    gate, complement = 1.0 / (1.0 + jnp.exp(-z)), 1.0 / (1.0 + jnp.exp(z))
+    by_input = gate * complement * (lower_bound * rate)
     return Gate(gate * (lower_bound / math.log(2)), by_input, by_input * shifted)
 
 
