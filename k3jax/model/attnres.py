@@ -92,7 +92,7 @@ def _scores(eps: float, stream: Stream, u_D: Array) -> tuple[Array, Array]:
     def of(v):
         v = v.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
-        return jnp.einsum("...d,d->...", v, u_D) * inverse, inverse
+        return jnp.einsum("...d,d->...", v, u_D, precision=jax.lax.Precision.HIGHEST) * inverse, inverse
 
     (scores, inverses), (last_score, last_inverse) = of(stream.sources), of(stream.running)
     filled_S = jnp.arange(stream.sources.shape[0]) < stream.count
@@ -125,7 +125,7 @@ def _mix_bwd(eps, saved, dh_BTD):
     def of(v, weight, along_u, along_v):
         v32 = v.astype(jnp.float32)
         dv = weight[..., None] * dh + along_u[..., None] * u_D - along_v[..., None] * v32
-        return dv.astype(v.dtype), jnp.einsum("...,...d->d", along_u, v32)
+        return dv.astype(v.dtype), jnp.einsum("...,...d->d", along_u, v32, precision=jax.lax.Precision.HIGHEST)
 
     dsources, du = of(stream.sources, weights[:-1], along_u[:-1], along_v[:-1])
     drunning, du_last = of(stream.running, weights[-1], along_u[-1], along_v[-1])
