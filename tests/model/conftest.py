@@ -14,21 +14,21 @@ from k3jax import nn
 
 @pytest.fixture(scope="session")
 def tiny() -> c.ModelConfig:
-    """Seven layers in five kinds of scans: a dense layer, runs of one and two, a repeated segment, two MLA at the end.
+    """Three layers, KDA with a dense feed-forward and MLA twice, in depth blocks of two; the last block is partial.
 
     No two widths are equal, and weights start large enough for every part to matter.
     """
     return c.ModelConfig(
         vocab=29,
         dim=24,
-        layers=7,
-        full_attention=(3, 6, 7),
+        layers=3,
+        full_attention=(2, 3),
         kda=c.KDA(heads=2, head_dim=8, forget_rank=5),
         mla=c.MLA(heads=3, q_rank=14, kv_rank=10, nope_dim=6, shared_dim=4, v_dim=7),
         dense_width=20,
         dense_layers=1,
         moe=c.MoE(experts=6, active=2, width=9, shared=2, latent=c.Latent(11)),
-        residual=c.BlockAttnRes(3),
+        residual=c.BlockAttnRes(2),
         init_std=0.2,
         dtype="float32",
         remat="none",

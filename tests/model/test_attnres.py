@@ -12,7 +12,7 @@ from k3jax.model.attnres import Stream, add, closes_block, mix, source_slots, st
 
 LAYERS, SHAPE = 3, (2, 3, 8)
 EPS = 1e-5
-MIX = jax.jit(mix, static_argnums=3)
+MIX = jax.jit(mix, static_argnums=0)
 
 
 def _literal_mix(sources, norm, query):
@@ -51,17 +51,22 @@ def _literal_full(x, weights, block):
     return _literal_mix(outputs, *weights[0][2])
 
 
+def _mix_at(stream, site):
+    norm, query = site
+    return mix(EPS, stream, norm * query)
+
+
 def _with_stream(residual, x, weights):
     """The same stack through Stream; whether a block starts is an array in the block form, as inside a scan."""
     plain, full = isinstance(residual, c.PlainResidual), isinstance(residual, c.FullAttnRes)
     stream = start(residual, LAYERS, x)
     for layer, (w_mixer, w_ffn, site_mixer, site_ffn) in enumerate(weights):
-        h = stream.running if plain else mix(stream, *site_mixer, EPS)
+        h = stream.running if plain else _mix_at(stream, site_mixer)
         close = closes_block(residual, layer)
         stream = add(stream, jnp.tanh(h @ w_mixer), close=close if plain or full else jnp.array(close))
-        h = stream.running if plain else mix(stream, *site_ffn, EPS)
+        h = stream.running if plain else _mix_at(stream, site_ffn)
         stream = add(stream, jnp.tanh(h @ w_ffn), close=full)
-    out = stream.running if plain else mix(stream, *weights[0][2], EPS)
+    out = stream.running if plain else _mix_at(stream, weights[0][2])
     return out, stream.count
 
 
@@ -155,7 +160,8 @@ def test_one_source_is_the_identity(size):
 
     @jax.jit
     def value_and_grads(x, norm, query):
-        mixed, back = jax.vjp(lambda n, q: mix(start(c.BlockAttnRes(3), LAYERS, x), n, q, EPS), norm, query)
+        stream = start(c.BlockAttnRes(3), LAYERS, x)
+        mixed, back = jax.vjp(lambda *site: _mix_at(stream, site), norm, query)
         return mixed, back(jnp.ones_like(mixed))
 
     mixed, grads = value_and_grads(x, norm, query)
@@ -166,7 +172,7 @@ def test_one_source_is_the_identity(size):
 def test_a_zero_query_averages_the_filled_sources():
     sources = _normal(4, *SHAPE)
     stream = Stream(np.ones(SHAPE, np.float32), sources, np.int32(2))
-    got = MIX(stream, np.ones(SHAPE[-1]), np.zeros(SHAPE[-1]), EPS)
+    got = MIX(EPS, stream, np.zeros(SHAPE[-1], np.float32))
     np.testing.assert_allclose(got, (sources[0] + sources[1] + 1) / 3, rtol=1e-6, atol=1e-6)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(got, (sources.sum(0) + 1) / 5, rtol=1e-6, atol=1e-6)
@@ -175,13 +181,13 @@ def test_a_zero_query_averages_the_filled_sources():
 def test_slots_that_are_not_filled_never_count():
     """Neither in value nor in gradient, whatever stands in them."""
     sources = _normal(3, *SHAPE)
-    norm, query = _normal(2, SHAPE[-1], seed=1)
+    query = _normal(SHAPE[-1], seed=1)
 
     @jax.jit
     def run(rest, count):
         def total(rest):
             stream = Stream(sources[0], jnp.stack([sources[1], rest]), count)
-            mixed = mix(stream, norm, query, EPS)
+            mixed = mix(EPS, stream, query)
             return mixed.sum(), mixed
 
         (_, mixed), grad = jax.value_and_grad(total, has_aux=True)(rest)
@@ -197,18 +203,29 @@ def test_large_scores_pick_one_source_and_keep_gradients_finite():
     sources = _normal(2, *SHAPE)
     query = 1e4 * _normal(SHAPE[-1], seed=1)
     stream = Stream(sources[0], sources[1:], np.int32(1))
-    mixed, back = jax.vjp(jax.jit(lambda q: mix(stream, np.ones(SHAPE[-1]), q, EPS)), query)
+    mixed, back = jax.vjp(jax.jit(lambda q: mix(EPS, stream, q)), query)
     assert np.all(np.minimum(abs(mixed - sources[0]), abs(mixed - sources[1])) < 1e-5)
     assert np.isfinite(back(mixed)[0]).all()
 
 
-def test_bfloat16_stream_mixes_in_float32():
+def test_bfloat16_stream_mixes_in_float32_in_both_directions():
+    """The result and the gradients are one rounding away from float32 arithmetic on the same numbers."""
     running, *sources = _normal(6, *SHAPE).astype(jnp.bfloat16)
-    norm, query = _normal(2, SHAPE[-1], seed=1)
-    got = MIX(Stream(running, np.stack(sources), np.int32(5)), norm, query, EPS)
-    want = jax.jit(_literal_mix)([x.astype(np.float32) for x in (*sources, running)], norm, query)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8)
+    u, cotangent = _normal(SHAPE[-1], seed=1), _normal(*SHAPE, seed=2).astype(jnp.bfloat16)
+
+    @jax.jit
+    def value_and_grads(running, sources, u, cotangent):
+        mixed, back = jax.vjp(lambda r, s, u: mix(EPS, Stream(r, s, jnp.int32(5)), u), running, sources, u)
+        return mixed, *back(cotangent)
+
+    got = value_and_grads(running, np.stack(sources), u, cotangent)
+    want = value_and_grads(*(x.astype(np.float32) for x in (running, np.stack(sources), u, cotangent)))
+    assert [x.dtype for x in got] == [jnp.bfloat16] * 3 + [jnp.float32]
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a.astype(np.float32), b, rtol=2**-8, atol=1e-6)
+    literal = jax.jit(_literal_mix)([x.astype(np.float32) for x in (*sources, running)], np.ones_like(u), u)
+    np.testing.assert_allclose(want[0], literal, rtol=1e-5, atol=1e-6)
+    assert "HIGHEST" in str(jax.make_jaxpr(value_and_grads)(running, np.stack(sources), u, cotangent))
 
 
 def test_queries_start_at_zero_and_gains_at_one(tiny):
