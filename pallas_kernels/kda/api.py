@@ -37,8 +37,8 @@ def kda(
 
       S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
 
-    Norms, gates, sums of log-decays, the solve inside a chunk and the state are float32 whatever the input, because errors
-    there grow with the length; float64 if an input is float64.
+    Norms, gates, sums of log-decays, the solve inside a chunk and the state are float32 whatever the input, because
+    errors there grow with the length; float64 if an input is float64.
 
     Args:
       q: [B, T, H, K] bfloat16, float32 or float64, after the short convolution, not normalized.
@@ -48,24 +48,25 @@ def kda(
       beta: [B, T, H] logits.
       A_log: [H], logarithm of the gate's slope.
       dt_bias: [H, K], added to the gate.
-      lower_bound: least log-decay per token, < 0: log-decay = lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)). None:
-        log-decay = -exp(A_log) * softplus(gate + dt_bias), which has no bound.
+      lower_bound: least log-decay per token, < 0: log-decay = lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)).
+        None: log-decay = -exp(A_log) * softplus(gate + dt_bias), which has no bound.
       segment_ids: int [B, T], document of each token, non-decreasing along T; -1 is padding, which may stand anywhere,
         changes no state, and has output and gradients exactly zero. None: every row is one document.
       initial_state: state that the first document of each row starts from, [B, H, K, V] float32 (float64 with float64
         inputs); with num_segments the state of every document, [B, num_segments, H, K, V]. None: zeros.
       num_segments: number N of documents per row, whose numbers are then 0 .. N - 1. Asks for one state per document.
-      implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu". None takes the best
-        one for the target that the program is lowered for.
+      implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu". None takes the
+        best one for the target that the program is lowered for.
       chunk_size: tokens per chunk, 16, 32, 64 or 128.
 
     Returns:
-      (o, final_state): o [B, T, H, V] in v's dtype; final_state like initial_state: the state after the last token of each
-      row or, with num_segments, of each document (the initial one for a document without tokens). Differentiable in all
-      arrays but segment_ids.
+      (o, final_state): o [B, T, H, V] in v's dtype; final_state like initial_state: the state after the last token of
+      each row or, with num_segments, of each document (the initial one for a document without tokens). Differentiable
+      in all arrays but segment_ids.
 
     Raises:
-      ValueError: a shape, lower_bound, chunk_size, num_segments or (where its values are known) segment_ids is not as above.
+      ValueError: a shape, lower_bound, chunk_size, num_segments or (where its values are known) segment_ids is not as
+        above.
       TypeError: a dtype is not as above; float16 is refused because its exponents are too short for products of decays.
       NotImplementedError: the named implementation cannot run; the message says why.
     """
@@ -83,14 +84,14 @@ def kda(
         num_segments=num_segments,
         chunk_size=chunk_size,
     )
-    chosen, reason = choose(q.shape, implementation=implementation)
+    chosen, reason = describe(q.shape, implementation=implementation)
     logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
     run = {"reference": kda_reference, "chunked": kda_chunked}[chosen]
     static = dict(lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
     return run(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, **static)
 
 
-def choose(shape, *, implementation: Implementation | None = None, platform: str | None = None) -> tuple[str, str]:
+def describe(shape, *, implementation: Implementation | None = None, platform: str | None = None) -> tuple[str, str]:
     """(name, reason) of the implementation that ``kda`` runs for q of this shape on a lowering target.
 
     Raises:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import inputs, slots
-from pallas_kernels.kda.intra_chunk import Factors, einsum, factors, unit_lower_inverse
+from pallas_kernels.kda.intra_chunk import Factors, factors, matmul, unit_lower_inverse
 
 
 def kda_chunked(
@@ -45,12 +45,13 @@ def _kda(lower_bound, chunk, tokens, parameters, slots_BNHKV, docs):
 def _kda_fwd(lower_bound, chunk, tokens, parameters, initial_BNHKV, docs):
     v = tokens[2]
     chunks = tuple(_split(x, chunk) for x in tokens)
+    static = dict(lower_bound=lower_bound, by_document=initial_BNHKV.shape[1] > 1)
 
     def step(slots_BNHKV, xs):
         index, doc = xs
         x = _prepare(_at(chunks, index), parameters, doc, lower_bound)
         start_BHKV = slots.entering_state(slots_BNHKV, doc)
-        o_BHCV, slots_BNHKV, T_BHCC = _chunk_fwd(x, slots_BNHKV, doc, lower_bound)
+        o_BHCV, slots_BNHKV, T_BHCC = _chunk_fwd(x, slots_BNHKV, doc, static)
         return slots_BNHKV, (o_BHCV.swapaxes(1, 2).astype(v.dtype), start_BHKV, T_BHCC)
 
     count = chunks[0].shape[1]
@@ -63,6 +64,7 @@ def _kda_bwd(lower_bound, chunk, residuals, cotangents):
     tokens, parameters, initial_BNHKV, docs, starts, inverses = residuals
     do, dfinal_BNHKV = cotangents
     chunks = tuple(_split(x, chunk) for x in (*tokens, do))
+    static = dict(lower_bound=lower_bound, by_document=initial_BNHKV.shape[1] > 1)
 
     def step(carry, xs):
         dslots_BNHKV, dparameters = carry
@@ -71,7 +73,7 @@ def _kda_bwd(lower_bound, chunk, residuals, cotangents):
         slots_BNHKV = slots.with_entering_state(initial_BNHKV, start_BHKV, doc)
         x, pull = jax.vjp(lambda raw, parameters: _prepare(raw, parameters, doc, lower_bound), raw, parameters)
         do_BHCV = do_BCHV.swapaxes(1, 2).astype(x.v.dtype)
-        dx, dslots_BNHKV = _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, lower_bound, do_BHCV, dslots_BNHKV)
+        dx, dslots_BNHKV = _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, static, do_BHCV, dslots_BNHKV)
         draw, dp = pull(dx)
         return (dslots_BNHKV, jax.tree.map(jnp.add, dparameters, dp)), draw
 
@@ -84,58 +86,41 @@ def _kda_bwd(lower_bound, chunk, residuals, cotangents):
 _kda.defvjp(_kda_fwd, _kda_bwd)
 
 
-def _chunk_fwd(x, slots_BNHKV, doc, lower_bound):
+def _chunk_fwd(x, slots_BNHKV, doc, static):
     """One chunk: its output, the slots at its end, and T."""
-    f = factors(x.q, x.k, x.log_decay, doc.same_BCC, lower_bound=lower_bound)
-    beta = x.beta[..., None]
-    T_BHCC = unit_lower_inverse(beta * f.B_CC)
-    R_BHCV = x.v - slots.read(slots_BNHKV, f.k_in_CK, doc.read_BC)
-    N_BHCV = _apply(T_BHCC, beta * R_BHCV)
-    o_BHCV = slots.read(slots_BNHKV, f.q_in_CK, doc.read_BC) + _apply(f.A_CC, N_BHCV)
-    slots_BNHKV = slots.update(slots_BNHKV, f.decay_CK, [(f.k_out_CK, N_BHCV)], doc.write_BC, doc.keep_B)
-    return o_BHCV, slots_BNHKV, T_BHCC
+    f = factors(x.q, x.k, x.log_decay, doc.same_BCC, **static)
+    beta_BHC1 = x.beta[..., None]
+    T_BHCC = unit_lower_inverse(f.B_CC * beta_BHC1.mT)
+    N_BHCV = beta_BHC1 * matmul(T_BHCC, x.v - slots.read(slots_BNHKV, f.k_start_CK, doc.read_BC))
+    o_BHCV = slots.read(slots_BNHKV, f.q_start_CK, doc.read_BC) + matmul(f.A_CC, N_BHCV)
+    return o_BHCV, slots.update(slots_BNHKV, f.decay_CK, [(f.k_end_CK, N_BHCV)], doc.write_BC, doc.keep_B), T_BHCC
 
 
-def _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, lower_bound, do_BHCV, dslots_BNHKV):
-    """Cotangents of one chunk's inputs and of the slots at its start, given those of its output and of the slots at its end."""
-    recompute = functools.partial(factors, same_BCC=doc.same_BCC, lower_bound=lower_bound)
-    f, pull = jax.vjp(recompute, x.q, x.k, x.log_decay)
-    beta = x.beta[..., None]
-    R_BHCV = x.v - slots.read(slots_BNHKV, f.k_in_CK, doc.read_BC)
-    N_BHCV = _apply(T_BHCC, beta * R_BHCV)
-    dN_BHCV = _apply_transposed(f.A_CC, do_BHCV) + slots.read(dslots_BNHKV, f.k_out_CK, doc.write_BC)
-    dP_BHCV = _apply_transposed(T_BHCC, dN_BHCV)
-    dR_BHCV = beta * dP_BHCV
-    dL_BHCC = -_outer(dP_BHCV, N_BHCV)
-    dq, dk, dg = pull(
-        Factors(
-            A_CC=_outer(do_BHCV, N_BHCV),
-            B_CC=beta * dL_BHCC,
-            q_in_CK=slots.read_transposed(slots_BNHKV, do_BHCV, doc.read_BC),
-            k_in_CK=slots.read_transposed(slots_BNHKV, -dR_BHCV, doc.read_BC),
-            k_out_CK=slots.read_transposed(dslots_BNHKV, N_BHCV, doc.write_BC),
-            decay_CK=slots.decay_cotangent(slots_BNHKV, dslots_BNHKV, f.decay_CK, doc.write_BC, doc.keep_B),
-        )
+def _chunk_bwd(x, T_BHCC, slots_BNHKV, doc, static, do_BHCV, dslots_BNHKV):
+    """Cotangents of a chunk's inputs and initial slots, given those of its output and final slots."""
+    f, pull = jax.vjp(lambda q, k, g: factors(q, k, g, doc.same_BCC, **static), x.q, x.k, x.log_decay)
+    beta_BHC1 = x.beta[..., None]
+    E_BHCV = matmul(T_BHCC, x.v - slots.read(slots_BNHKV, f.k_start_CK, doc.read_BC))
+    N_BHCV = beta_BHC1 * E_BHCV
+    dN_BHCV = matmul(f.A_CC.mT, do_BHCV) + slots.read(dslots_BNHKV, f.k_end_CK, doc.write_BC)
+    dR_BHCV = matmul(T_BHCC.mT, beta_BHC1 * dN_BHCV)
+    df = Factors(
+        A_CC=matmul(do_BHCV, N_BHCV.mT),
+        B_CC=matmul(-dR_BHCV, N_BHCV.mT),
+        q_start_CK=slots.read_transposed(slots_BNHKV, do_BHCV, doc.read_BC),
+        k_start_CK=slots.read_transposed(slots_BNHKV, -dR_BHCV, doc.read_BC),
+        k_end_CK=slots.read_transposed(dslots_BNHKV, N_BHCV, doc.write_BC),
+        decay_CK=slots.decay_cotangent(slots_BNHKV, dslots_BNHKV, f.decay_CK, doc.write_BC, doc.keep_B),
     )
-    dbeta = jnp.sum(dP_BHCV * R_BHCV, axis=-1) + jnp.sum(dL_BHCC * f.B_CC, axis=-1)
-    outer = [(f.q_in_CK, do_BHCV), (f.k_in_CK, -dR_BHCV)]
+    dq, dk, dg = pull(df)
+    # A beta of zero is padding or a saturated sigmoid: neither passes a gradient on.
+    dbeta = jnp.sum(E_BHCV * dR_BHCV, axis=-1) / jnp.where(x.beta > 0, x.beta, 1)
+    outer = [(f.q_start_CK, do_BHCV), (f.k_start_CK, -dR_BHCV)]
     dslots_BNHKV = slots.update(dslots_BNHKV, f.decay_CK, outer, doc.read_BC, doc.keep_B)
     return inputs.Prepared(dq, dk, dR_BHCV, dg, dbeta), dslots_BNHKV
 
 
-def _apply(M_CC, x_CV):
-    return einsum("...ij,...jv->...iv", M_CC, x_CV)
-
-
-def _apply_transposed(M_CC, x_CV):
-    return einsum("...ij,...iv->...jv", M_CC, x_CV)
-
-
-def _outer(x_CV, y_CV):
-    return einsum("...iv,...jv->...ij", x_CV, y_CV)
-
-
-def _prepare(raw, parameters, doc, lower_bound):
+def _prepare(raw, parameters, doc, lower_bound) -> inputs.Prepared:
     """Prepared inputs of one chunk, heads before tokens."""
     x = inputs.prepare(*raw, *parameters, doc.valid_BC, lower_bound=lower_bound)
     return jax.tree.map(lambda a: a.swapaxes(1, 2), x)

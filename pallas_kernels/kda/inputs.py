@@ -1,7 +1,7 @@
 """What happens to the inputs of KDA before the recurrence, and what is refused.
 
-Every implementation shares these functions, so that a gate, a norm or an error message exists once. All arithmetic here is
-float32 (float64 when an input is float64): bfloat16 inputs are widened first.
+Every implementation shares these functions, so that a gate, a norm or an error message exists once. All arithmetic here
+is float32 (float64 when an input is float64): bfloat16 inputs are widened first.
 """
 
 import math
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 L2_EPSILON = 1e-6  # added to the sum of squares, inside the root
-# exp(80) is the largest power kept in float32 with room for a product with a raw gate; beyond it the gate is saturated.
+# exp(80) is finite in float32 with room for a product with a raw gate; a steeper gate is a step function.
 MAX_A_LOG = 80.0
-# exp(MIN_LOG_DECAY) is exactly zero in float32 and float64, so the floor changes no result; it keeps sums of decays finite.
+# exp(MIN_LOG_DECAY) is exactly zero in float32 and float64: the floor changes no result and keeps sums of decays finite.
 MIN_LOG_DECAY = -1e4
 
 
@@ -31,8 +31,8 @@ class Prepared(NamedTuple):
 class Documents(NamedTuple):
     """Which document each token belongs to.
 
-    ids: int32 [B, T], non-decreasing; a padding token carries the number of the document before it (of the first document
-      when it leads the row), which is harmless because padding changes no state.
+    ids: int32 [B, T], non-decreasing; a padding token carries the number of the document before it (of the first
+      document when it leads the row), which is harmless because padding changes no state.
     valid: bool [B, T], False on padding.
     """
 
@@ -76,7 +76,7 @@ def l2_normalize(x):
 
 
 def prepare(q, k, v, gate, beta, A_log, dt_bias, valid=None, *, lower_bound) -> Prepared:
-    """Normalizes q and k, scales q, activates gate and beta; valid [B, T] (or None) marks the tokens that are not padding.
+    """Normalizes q and k, scales q, activates gate and beta; valid [B, T] (or None) is False on padding.
 
     Masking comes before the nonlinear functions, so that whatever padding holds (NaN included) reaches no value and no
     gradient, and again after the gates, whose value at zero input is not zero.

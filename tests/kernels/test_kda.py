@@ -1,0 +1,174 @@
+"""One body of tests for every implementation of KDA, against goldens and against the token recurrence in float64.
+
+Cases follow public reports of wrong delta-rule kernels, named where they are used.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kda_cases import ARRAYS, FLOAT64, cotangents, make_inputs, values, values_and_gradients
+
+from pallas_kernels import testing
+
+IMPLEMENTATIONS = ("chunked",)
+# The gradient of A_log sums over all tokens and channels of a head, with cancellation that differs from case to case.
+FLOAT32 = {"default": 5e-5, "A_log": 5e-4}
+SHAPE = dict(B=1, T=70, H=2, K=16, V=8)
+GOLDENS = (
+    *("basic", "head128", "k_ne_v", "no_state", "odd_length", "one_token", "packed", "parallel_keys", "short"),
+    *("softplus_gate", "strong_decay", "weak_decay"),
+)
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def load_golden(path):
+    """(inputs, cotangents, expected, options) of kda from a file of tests/goldens/ops."""
+    file = np.load(path)
+    inputs = {n.removeprefix("in_"): file[n] for n in file.files if n.startswith("in_")}
+    inputs["beta"] = inputs.pop("beta_logit")
+    inputs["dt_bias"] = inputs["dt_bias"].reshape(inputs["q"].shape[2:])
+    expected = {"o": file["out_o"], "state": file["out_state"]}
+    expected |= {
+        n.removeprefix("grad_").replace("beta_logit", "beta"): file[n] for n in file.files if n.startswith("grad_")
+    }
+    expected["dt_bias"] = expected["dt_bias"].reshape(inputs["dt_bias"].shape)
+    cot = file["cot_o"], file["cot_state"]
+    options = {"lower_bound": float(file["lower_bound"]) if "lower_bound" in file.files else None}
+    segment_ids = None
+    if "cu_seqlens" in file.files:
+        lengths = np.diff(file["cu_seqlens"])
+        segment_ids = testing.packed_segment_ids(lengths)[None]
+        options["num_segments"] = len(lengths)
+        cot = cot[0], cot[1][None]
+        for arrays, name in ((inputs, "initial_state"), (expected, "initial_state"), (expected, "state")):
+            arrays[name] = arrays[name][None]
+    return inputs, cot, expected, options, segment_ids
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("implementation", (FLOAT64, *IMPLEMENTATIONS))
+def test_golden(goldens, name, implementation):
+    inputs, cot, expected, options, segment_ids = load_golden(goldens / "ops" / f"kda_{name}.npz")
+    if implementation != FLOAT64:
+        inputs, cot = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (inputs, cot))
+    result = values_and_gradients(inputs, cot, implementation=implementation, segment_ids=segment_ids, **options)
+    float32 = 1e-4 if name == "parallel_keys" else 2e-5
+    testing.assert_close(result, expected, 1e-6 if implementation == FLOAT64 else float32)
+
+
+@every_implementation
+@pytest.mark.parametrize("gates", testing.GATES)
+@pytest.mark.parametrize("keys, beta", (("random", "random"), ("cosine 0.9", "half"), ("identical", "one")))
+def test_every_decay_with_parallel_keys(implementation, gates, keys, beta):
+    """Parallel keys, weak decay and beta near one break inverses by powers (sglang-jax#1554); gates of exactly one
+    (fla#389) and at the bound break factors of the decay (attention-gym#394, transformers#48455)."""
+    inputs = make_inputs(0, **SHAPE, gates=gates, keys=keys, beta=beta)
+    check_equal(inputs, implementation)
+
+
+@every_implementation
+@pytest.mark.parametrize("keys, beta", (("alternating", "one"), ("random", "zero")))
+def test_alternating_keys_and_beta_of_zero(implementation, keys, beta):
+    check_equal(make_inputs(1, **SHAPE, gates="weak", keys=keys, beta=beta), implementation)
+
+
+@every_implementation
+@pytest.mark.parametrize("length", testing.ODD_LENGTHS)
+def test_every_length(implementation, length):
+    """Also shorter than a chunk and with a partial last chunk, whose state must not decay further (cuLA#38)."""
+    inputs = make_inputs(length, **SHAPE | {"T": length})
+    result = values(inputs, implementation=implementation)
+    testing.assert_close(result, values(inputs, implementation=FLOAT64), FLOAT32)
+
+
+@every_implementation
+@pytest.mark.parametrize("chunk_size", (16, 32, 128))
+def test_chunk_size_changes_nothing(implementation, chunk_size):
+    """fla#876."""
+    inputs = make_inputs(2, **SHAPE | {"T": 150})
+    result = values(inputs, implementation=implementation, chunk_size=chunk_size)
+    testing.assert_close(result, values(inputs, implementation=FLOAT64), FLOAT32)
+
+
+@every_implementation
+def test_wide_heads(implementation):
+    check_equal(make_inputs(3, B=2, T=65, H=1, K=64, V=128), implementation)
+
+
+@every_implementation
+@pytest.mark.parametrize("decay", ("mixed -1000 and 0", "mixed -1000 and -0.01", "constant -20"))
+def test_unbounded_decay(implementation, decay):
+    """Kimi Linear's gate may pass any bound: finite and exact, with 0 beside -1000 (flashinfer#5032)."""
+    inputs = make_inputs(4, **SHAPE) | {"A_log": jnp.zeros(2), "dt_bias": jnp.zeros((2, 16))}
+    strong = np.random.default_rng(4).uniform(size=inputs["gate"].shape) < 0.1
+    softplus_inverse = {-1000: 1000.0, 0: -200.0, -0.01: np.log(np.expm1(0.01)), -20: 20.0}
+    low, high = {"mixed -1000 and 0": (-1000, 0), "mixed -1000 and -0.01": (-1000, -0.01), "constant -20": (-20, -20)}[
+        decay
+    ]
+    gate = np.where(strong, softplus_inverse[low], softplus_inverse[high])
+    check_equal(inputs | {"gate": jnp.asarray(gate, jnp.float32)}, implementation, lower_bound=None)
+
+
+@every_implementation
+@pytest.mark.parametrize("lower_bound", (-5.0, None))
+def test_saturated_gates_pass_no_gradient(implementation, lower_bound):
+    """exp(A_log) overflows and meets a sigmoid or softplus of zero (fla#1007, lattice#314)."""
+    inputs = make_inputs(5, **SHAPE)
+    inputs |= {"A_log": jnp.full(2, 100.0), "gate": -200.0 + 0 * inputs["gate"]}
+    result = values_and_gradients(inputs, cotangents(inputs), implementation=implementation, lower_bound=lower_bound)
+    assert all(np.all(np.isfinite(x)) for x in result.values())
+    assert not np.any(result["gate"])
+
+
+@every_implementation
+def test_bounds_below_the_safe_one(implementation):
+    """A bound of -20 lets a factor of the decay overflow within 16 tokens."""
+    check_equal(make_inputs(6, **SHAPE, gates="bound"), implementation, lower_bound=-20.0)
+
+
+@every_implementation
+def test_bfloat16(implementation):
+    inputs = make_inputs(7, **SHAPE, dtype=jnp.bfloat16)
+    cot = cotangents(inputs)
+    result = values_and_gradients(inputs, cot, implementation=implementation)
+    assert result["o"].dtype == jnp.bfloat16 and result["state"].dtype == jnp.float32
+    assert all(result[name].dtype == inputs[name].dtype for name in ARRAYS)
+    bars = {"default": 1e-2, "o": 5e-3, "state": 5e-3, "gate": 2e-2, "A_log": 2e-2, "dt_bias": 2e-2}
+    testing.assert_close(result, values_and_gradients(inputs, cot, implementation=FLOAT64), bars)
+
+
+@every_implementation
+@pytest.mark.parametrize("lower_bound", (-5.0, None))
+def test_outputs_do_not_depend_on_the_future(implementation, lower_bound):
+    """Bit for bit, gates included (fla#1240), for a cut inside a block of a chunk; the same for gradients."""
+    cut, inputs = 40, make_inputs(8, **SHAPE)
+    other = make_inputs(9, **SHAPE)
+    changed = {n: x.at[:, cut:].set(other[n][:, cut:]) for n, x in inputs.items() if n in ARRAYS[:5]}
+    cot = cotangents(inputs)
+    past = cot[0].at[:, cut:].set(0), 0 * cot[1]
+    options = dict(implementation=implementation, lower_bound=lower_bound)
+    before = values_and_gradients(inputs, past, **options)
+    after = values_and_gradients(inputs | changed, past, **options)
+    np.testing.assert_array_equal(before["o"][:, :cut], after["o"][:, :cut])
+    for name in ARRAYS[:5]:
+        np.testing.assert_array_equal(before[name][:, :cut], after[name][:, :cut])
+        assert not np.any(after[name][:, cut:])
+
+
+@pytest.mark.parametrize("implementation", ("chunked",))
+def test_no_loop_over_tokens(implementation):
+    inputs = make_inputs(10, **SHAPE | {"T": 1000})
+    run = lambda inputs, cot: values_and_gradients(inputs, cot, implementation=implementation)  # noqa: E731
+    lengths = re.findall(r"length=(\d+)", str(jax.make_jaxpr(run)(inputs, cotangents(inputs))))
+    assert set(lengths) == {"16"}
+
+
+def check_equal(inputs, implementation, **options):
+    """Values and all gradients within the float32 tolerance of the recurrence in float64."""
+    cot = cotangents(inputs)
+    result = values_and_gradients(inputs, cot, implementation=implementation, **options)
+    testing.assert_close(result, values_and_gradients(inputs, cot, implementation=FLOAT64, **options), FLOAT32)
