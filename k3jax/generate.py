@@ -4,6 +4,7 @@ python -m k3jax.generate --checkpoint runs/nano --prompt "def main(" --max-new 2
 python -m k3jax.generate --hf DIR --ids prompts.npy --greedy --max-new 32 --out continued.npy
 """
 
+import os
 import pathlib
 
 import numpy as np
@@ -15,11 +16,12 @@ from k3jax.data import ByteTokenizer
 from k3jax.hf import load_hf
 from k3jax.model.weights import Weights
 from k3jax.sampling import Sampling, generate
+from k3jax.token_file import read_ids
 
 
 def _text(args: flags.FlagValues, sampling: Sampling) -> None:
     """Continues ``--prompt`` with a trained checkpoint, and prints each with its continuation."""
-    with Checkpoints(pathlib.Path(args.checkpoint)) as checkpoints:
+    with Checkpoints(pathlib.Path(args.checkpoint), create=False) as checkpoints:
         config, state = checkpoints.load()
     tokenizer = ByteTokenizer()
     prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in args.prompt]
@@ -32,19 +34,25 @@ def _text(args: flags.FlagValues, sampling: Sampling) -> None:
 
 def _ids(args: flags.FlagValues, sampling: Sampling) -> None:
     """Continues ``--ids`` with released weights, and prints or writes the new ids."""
-    ids = np.load(args.ids, allow_pickle=False)
+    ids = read_ids(args.ids)
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{args.ids} must hold integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
+    if args.out and (os.path.isdir(args.out) or not os.path.isdir(os.path.dirname(args.out) or ".")):
+        raise ValueError(
+            f"--out {args.out}: there cannot be a file of this name; is it a folder, or its folder missing?"
+        )
     model, params, router = load_hf(args.hf)
     new = generate(model, Weights(params, router), np.atleast_2d(ids), max_new=args["max-new"].value, sampling=sampling)
     if args.out:
-        np.save(args.out, np.array(new, np.int32))
+        with open(args.out, "wb") as file:
+            np.save(file, np.array(new, np.int32))
     else:
         for row in new:
             print(*row)
 
 
-def main(_) -> None:
+def main(argv: list[str]) -> None:
+    runtime.refuse_stray(argv)
     runtime.start()
     args = flags.FLAGS
     if bool(args.checkpoint) == bool(args.hf):
@@ -53,6 +61,10 @@ def main(_) -> None:
         raise app.UsageError("--checkpoint needs --prompt TEXT")
     if args.hf and not args.ids:
         raise app.UsageError("--hf needs --ids FILE.npy")
+    if args.checkpoint and (args.ids or args.out):
+        raise app.UsageError("--ids and --out go with --hf; --checkpoint continues --prompt and prints")
+    if args.hf and args.prompt:
+        raise app.UsageError("--prompt goes with --checkpoint; --hf continues --ids")
     try:
         sampling = Sampling(0.0 if args.greedy else args.temperature, args["top-p"].value, args.seed)
         (_text if args.checkpoint else _ids)(args, sampling)

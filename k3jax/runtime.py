@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import jax
-from absl import logging
+from absl import app, logging
 
 CACHE_VARIABLE = "K3JAX_CACHE"
 
@@ -23,6 +23,12 @@ def start() -> None:
         default = pathlib.Path.home() / ".cache" / "k3jax"
         jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE, str(default)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def refuse_stray(argv: list[str]) -> None:
+    """Raises a usage error for arguments that belong to no flag: ``k3jax.train tiny`` must not train the default."""
+    if len(argv) > 1:
+        raise app.UsageError(f"{argv[1]!r} belongs to no flag")
 
 
 def environment() -> dict[str, str]:

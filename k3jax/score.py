@@ -18,6 +18,7 @@ from k3jax import runtime
 from k3jax.hf import load_hf
 from k3jax.model import weights
 from k3jax.model.weights import Weights
+from k3jax.token_file import read_ids
 
 BLOCK = 1024
 
@@ -82,8 +83,14 @@ def _check(model: c.ModelConfig, ids_BT: np.ndarray) -> None:
 
 
 def score_to_file(model: c.ModelConfig, weights_: Weights, ids_BT: np.ndarray, path: pathlib.Path) -> float | None:
-    """As :func:`score`; the logits go to a ``.npy`` file, which appears under its name when it is complete."""
+    """As :func:`score`; the logits go to a ``.npy`` file, which appears under its name when it is complete.
+
+    Raises:
+      ValueError: as :func:`score`. OSError: there cannot be a file at ``path``.
+    """
     _check(model, ids_BT)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, but the logits go to a file")
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         shape = (*ids_BT.shape, model.vocab)
@@ -96,11 +103,12 @@ def score_to_file(model: c.ModelConfig, weights_: Weights, ids_BT: np.ndarray, p
     return loss
 
 
-def main(_) -> None:
+def main(argv: list[str]) -> None:
+    runtime.refuse_stray(argv)
     runtime.start()
     args = flags.FLAGS
     try:
-        ids = np.load(args.ids, allow_pickle=False)
+        ids = read_ids(args.ids)
         model, params, router = load_hf(args.hf, dtype=args.dtype)
         run = partial(score_to_file, path=pathlib.Path(args.out)) if args.out else score
         loss = run(model, Weights(params, router), ids)

@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("python -m k3jax.report RUN_DIR")
     try:
         page = write_report(arguments[1])
-    except ReportError as error:
+    except (ReportError, OSError) as error:
         raise SystemExit(f"k3jax.report: {error}") from error
     print(f"{page}\n{page.with_name('loss.png')}")
 

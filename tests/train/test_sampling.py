@@ -70,7 +70,9 @@ def test_bad_requests_are_refused(model, trained, prompts, max_new, match):
         generate(model, trained, prompts, max_new=max_new)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
 def test_bad_sampling_is_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         Sampling(**fields)
