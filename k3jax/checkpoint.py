@@ -19,10 +19,15 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Saving is asynchronous and atomic: a step appears when it is complete."""
+    """The checkpoints of one run folder. Saving is asynchronous and atomic: a step appears when it is complete.
 
-    def __init__(self, run: pathlib.Path, *, keep: int | None = 2):
+    With ``create=False`` the folder must be there already, or CheckpointError is raised: reading leaves no trace.
+    """
+
+    def __init__(self, run: pathlib.Path, *, keep: int | None = 2, create: bool = True):
         self.folder = pathlib.Path(run).absolute() / FOLDER
+        if not create and not self.folder.is_dir():
+            raise CheckpointError(f"{run} is not the folder of a run: there is no folder {self.folder}")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -84,7 +89,9 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
             return config_io.from_dict(TrainConfig, restored["config"])
         except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError, ConfigError) as error:
-            raise CheckpointError(f"{self.path(step)}: its configuration cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.path(step)}: its configuration cannot be read: {error}{self._others(step)}"
+            ) from error
 
     def _existing(self, step: int | None) -> int:
         steps = sorted(self._manager.all_steps())
@@ -94,13 +101,18 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} has no step {step}; it has {steps}")
         return steps[-1] if step is None else step
 
+    def _others(self, step: int) -> str:
+        """Which checkpoints are left when that of ``step`` is no good."""
+        others = sorted(set(self._manager.all_steps()) - {step})
+        return f"; remove that folder to go on from step {others[-1]}" if others else "; there is no other checkpoint"
+
     def _read(self, step: int, config: TrainConfig) -> TrainState:
         target = abstract_state(config)
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(_storable(target)))
             restored = self._manager.restore(step, args=args)["state"]
         except Exception as error:
-            raise CheckpointError(f"{self.path(step)} is damaged or incomplete: {error}") from error
+            raise CheckpointError(f"{self.path(step)} is damaged or incomplete: {error}{self._others(step)}") from error
         return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in _storable(target)])
 
 

@@ -45,11 +45,15 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
       the summary, as written to ``summary.json``.
 
     Raises:
-      NonFiniteError: see there. CheckpointError: the folder's checkpoint is damaged or of another configuration.
+      NonFiniteError: see there. CheckpointError: the folder's checkpoint is damaged, or of another configuration or
+        corpus.
     """
     run.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with Checkpoints(run) as checkpoints, Progress(config.steps, first=checkpoints.latest() or 0) as progress:
+    with (
+        Checkpoints(run) as checkpoints,
+        Progress(config.steps, first=min(checkpoints.latest() or 0, config.steps)) as progress,
+    ):
         progress.phase("reading the corpus")
         tokenizer = ByteTokenizer()
         tokenizer.check_fits(config.model.vocab)
@@ -60,7 +64,11 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
 
         progress.phase("preparing the weights")
         resumed = checkpoints.latest()
-        state = init_state(config) if resumed is None else checkpoints.restore(config)
+        if resumed is None:
+            state = init_state(config)
+        else:
+            state = checkpoints.restore(config)
+            _check_corpus(run, corpus.fingerprint)
         _write_json(run / "config.json", config_io.to_dict(config))
         _write_json(run / "environment.json", {**runtime.environment(), "corpus": corpus.fingerprint})
 
@@ -181,11 +189,22 @@ def _sample(config: TrainConfig, weights: Weights, tokenizer: ByteTokenizer) -> 
     return config.sample_prompt + tokenizer.decode([token for token in new if token < tokenizer.size])
 
 
+def _check_corpus(run: pathlib.Path, fingerprint: str) -> None:
+    """Refuses to go on with other text than before: no batch would be the one that comes next."""
+    path = run / "environment.json"
+    before = json.loads(path.read_text(encoding="utf-8")).get("corpus") if path.exists() else None
+    if before not in (None, fingerprint):
+        raise CheckpointError(
+            f"{run} was trained on the corpus {before}, but the files now are the corpus {fingerprint}"
+        )
+
+
 def _write_json(path: pathlib.Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def main(_) -> None:
+def main(argv: list[str]) -> None:
+    runtime.refuse_stray(argv)
     runtime.start()
     args = flags.FLAGS
     try:

@@ -68,6 +68,26 @@ def test_another_configuration_is_refused_field_by_field(micro, finished):
         train.train(c.replace(micro, seq_len=48), finished)
 
 
+def test_fewer_steps_than_made_are_refused(micro, finished):
+    with pytest.raises(CheckpointError, match=r"steps was 6 and is now 4"):
+        train.train(c.replace(micro, steps=4), finished)
+
+
+def test_another_corpus_is_refused(micro, finished, tmp_path):
+    run = tmp_path / "moved"
+    shutil.copytree(finished, run)
+    path = run / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": "0123"}))
+    with pytest.raises(CheckpointError, match="was trained on the corpus 0123"):
+        train.train(micro, run)
+
+
+def test_reading_leaves_no_trace(tmp_path):
+    with pytest.raises(CheckpointError, match="not the folder of a run"):
+        Checkpoints(tmp_path / "absent", create=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoints.load()
@@ -84,7 +104,7 @@ def test_a_truncated_checkpoint_is_named(finished, tmp_path):
     data = [path for path in (run / "checkpoints" / "6" / "state").rglob("*") if path.is_file() and path.stat().st_size]
     for path in data:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"checkpoints/6 is damaged"):
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/6 is damaged.*to go on from step 3$"):
         state_of(run)
 
 
@@ -111,6 +131,7 @@ def test_a_run_that_breaks_names_step_layers_and_checkpoint(micro, tmp_path, mon
         (["--config", "nanoo"], "nano"),
         (["--set", "model.dmi=3"], "did you mean 'dim'"),
         (["--set", "model.dim=wide"], "model.dim"),
+        (["tiny"], "'tiny' belongs to no flag"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, expected, tmp_path):
