@@ -27,7 +27,7 @@ IGNORED = frozenset(
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
     transformers_version typical_p unk_token_id use_bfloat16 use_cache use_grouped_topk
 """.split()
-)  # noqa: SIM905 - one word a line would be three screens
+)
 
 # Fields with the only value that this model can stand for, and why.
 FIXED = {
