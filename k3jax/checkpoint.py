@@ -28,7 +28,7 @@ class Checkpoints:
         self.folder = pathlib.Path(run).absolute() / FOLDER
         if not create and not self.folder.is_dir():
             raise CheckpointError(f"{run} is not the folder of a run: there is no folder {self.folder}")
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> "Checkpoints":

@@ -9,7 +9,12 @@ import pytest
 
 from k3jax import config as c
 from k3jax import presets
+from k3jax import step as step_module
+from k3jax.config_optim import QKClip
 from k3jax.data import ByteTokenizer, load_corpus, train_batches
+from k3jax.model import layout, weights
+from k3jax.model.block import LayerReport
+from k3jax.model.transformer import by_layer
 from k3jax.step import eval_step, init_state, lower_train_step, train_step
 
 
@@ -86,6 +91,43 @@ def test_evaluation_moves_and_observes_nothing(micro, batches):
 def test_every_balancer_lowers_with_micro_batches(micro, balancer):
     moe = c.replace(micro.model.moe, balancer=balancer)
     lower_train_step(c.replace(micro, model=c.replace(micro.model, moe=moe), micro_batches=2))
+
+
+def test_every_mla_layer_is_clipped_by_its_own_logits():
+    """In the scanned layout of a model with two scans: layer by layer and head by head, and nothing else moves."""
+    model = presets.load("tiny").model
+    segments = layout.plan(model.kinds)
+    params = weights.init(model, 0).params
+    rng = np.random.default_rng(0)
+
+    def report(segment, run):
+        shape = (segment.repeats, run.count, model.mla.heads)
+        seen = rng.uniform(0, 4, shape).astype(np.float32) if run.kind.mixer == "mla" else None
+        return LayerReport(None, seen, None)
+
+    reports = [[report(segment, run) for run in segment.runs] for segment in segments]
+    clipped = step_module._clip_attention(QKClip(threshold=2.0), params, reports)
+    stacks = [
+        [[tree["segments"][s][r]["mixer"] for r in range(len(x.runs))] for s, x in enumerate(segments)]
+        for tree in (params, clipped)
+    ]
+    heads = 0
+    for old, new, seen in zip(*(by_layer(segments, tree) for tree in (*stacks, reports))):
+        moved = {name for name in old if not np.array_equal(old[name], new[name])}
+        if seen.max_logit is None:
+            assert not moved
+            continue
+        assert moved <= {"q_up", "k_up"}
+        nope = model.mla.nope_dim
+        for head, logit in enumerate(seen.max_logit):
+            gamma = min(1.0, 2.0 / float(logit))
+            product = np.einsum("rk,sk->rs", new["q_up"][:, head, :nope], new["k_up"][:, head])
+            before = np.einsum("rk,sk->rs", old["q_up"][:, head, :nope], old["k_up"][:, head])
+            np.testing.assert_allclose(product, gamma * before, rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(new["q_up"][:, head, nope:], gamma * old["q_up"][:, head, nope:], rtol=1e-6)
+            heads += gamma < 1
+    assert heads >= 2
+    assert all(clipped[name] is params[name] for name in params if name != "segments")
 
 
 def test_the_whole_of_k3_lowers_from_shapes():
