@@ -14,7 +14,7 @@ import numpy as np
 L2_EPSILON = 1e-6  # added to the sum of squares, inside the root
 # exp(80) times a raw gate is finite in float32; a steeper gate is a step function.
 MAX_A_LOG = 80.0
-# exp(MIN_LOG_DECAY) is exactly zero in float32 and float64: the floor changes no result and keeps sums of decays finite.
+# exp(MIN_LOG_DECAY) is exactly zero in float32 and float64: the floor changes no result and keeps sums finite.
 MIN_LOG_DECAY = -1e4
 
 
