@@ -2,10 +2,12 @@
 
 from typing import Literal, get_args
 
+import jax
 from absl import logging
 
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.chunked import kda_chunked
+from pallas_kernels.kda.mosaic_tpu import check_supported, kda_mosaic_tpu
 from pallas_kernels.kda.reference import kda_reference
 
 Implementation = Literal["reference", "chunked", "mosaic_tpu"]
@@ -86,7 +88,7 @@ def kda(
     )
     chosen, reason = describe(q.shape, implementation=implementation)
     logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
-    run = {"reference": kda_reference, "chunked": kda_chunked}[chosen]
+    run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": _on_tpu}[chosen]
     static = dict(lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
     return run(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, **static)
 
@@ -103,9 +105,22 @@ def describe(shape, *, implementation: Implementation | None = None, platform: s
         return ("reference", f"{shape[1]} tokens") if short else ("chunked", "any target")
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation must be one of {get_args(Implementation)} or None, got {implementation!r}")
-    if implementation == "mosaic_tpu":
-        raise NotImplementedError("kda: there is no TPU kernel in this build; use 'chunked' or None")
+    if implementation == "mosaic_tpu" and platform not in (None, "tpu"):
+        raise NotImplementedError(f"kda: the TPU kernel cannot be lowered for {platform}; use 'chunked' or None")
     return implementation, "named by the caller"
+
+
+def _on_tpu(*arrays, **static):
+    """The fused TPU kernels; lowering them for another target raises NotImplementedError."""
+    q, k, v, *_ = arrays
+    check_supported(q, v, dtypes=(q.dtype, k.dtype, v.dtype), chunk_size=static["chunk_size"])
+    given = [x for x in arrays if x is not None]
+
+    def run(*given):
+        rest = iter(given)
+        return kda_mosaic_tpu(*(None if x is None else next(rest) for x in arrays), **static)
+
+    return jax.lax.platform_dependent(*given, tpu=run)
 
 
 def kda_step(q, k, v, gate, beta, state, *, A_log, dt_bias, lower_bound=-5.0):
