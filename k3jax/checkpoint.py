@@ -112,7 +112,9 @@ class Checkpoints:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(_storable(target)))
             restored = self._manager.restore(step, args=args)["state"]
         except Exception as error:
-            raise CheckpointError(f"{self.path(step)} is damaged or incomplete: {error}{self._others(step)}") from error
+            raise CheckpointError(
+                f"{self.path(step)} is damaged or incomplete: {_first_line(error)}{self._others(step)}"
+            ) from error
         return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in _storable(target)])
 
 
@@ -120,3 +122,8 @@ def _storable(state: TrainState) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
     """One flat entry per array, named by its path: readable without this package, and free of container types."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without the storage library's dump of its settings."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -41,7 +41,7 @@ def _ids(args: flags.FlagValues, sampling: Sampling) -> None:
         raise ValueError(
             f"--out {args.out}: there cannot be a file of this name; is it a folder, or its folder missing?"
         )
-    model, params, router = load_hf(args.hf)
+    model, params, router = load_hf(args.hf, dtype=args.dtype)
     new = generate(model, Weights(params, router), np.atleast_2d(ids), max_new=args["max-new"].value, sampling=sampling)
     if args.out:
         with open(args.out, "wb") as file:
@@ -83,4 +83,5 @@ if __name__ == "__main__":
     flags.DEFINE_float("temperature", 1.0, "divides the logits", lower_bound=0.0)
     flags.DEFINE_float("top-p", 1.0, "keep the most likely tokens up to this probability mass")
     flags.DEFINE_integer("seed", 0, "of the sampling noise")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the computation (with --hf)")
     app.run(main)

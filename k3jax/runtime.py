@@ -5,8 +5,10 @@ import pathlib
 import platform
 import subprocess
 import sys
+import time
 
 import jax
+import psutil
 from absl import app, logging
 
 CACHE_VARIABLE = "K3JAX_CACHE"
@@ -29,6 +31,11 @@ def refuse_stray(argv: list[str]) -> None:
     """Raises a usage error for arguments that belong to no flag: ``k3jax.train tiny`` must not train the default."""
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} belongs to no flag")
+
+
+def seconds_since_start() -> float:
+    """Wall-clock seconds since this process was started, imports included."""
+    return time.time() - psutil.Process().create_time()
 
 
 def environment() -> dict[str, str]:

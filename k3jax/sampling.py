@@ -44,7 +44,7 @@ def generate(
     sampling: Sampling = Sampling(),
     stop: int | None = None,
 ) -> list[list[int]]:
-    """Continues every prompt; each continuation is what the prompt would get alone.
+    """Continues every prompt; each continuation is what the prompt would get alone, up to the rounding of the logits.
 
     Args:
       model, weights_: the model.

@@ -29,6 +29,7 @@ from k3jax.run_config import TrainConfig
 from k3jax.step import StepMetrics, TrainState, eval_step, init_state, train_step
 
 NON_FINITE_EXIT = 3
+INTERRUPTED_EXIT = 130
 
 
 class NonFiniteError(RuntimeError):
@@ -39,7 +40,8 @@ class NonFiniteError(RuntimeError):
 def train(config: TrainConfig, run: pathlib.Path) -> dict:
     """Trains to the last step, evaluates on all held-out text, samples, and writes the report into ``run``.
 
-    Where to start: the latest complete checkpoint in the run folder, if there is one; otherwise fresh weights.
+    Where to start: the latest complete checkpoint in the run folder, if there is one; otherwise fresh weights. A run
+    that is over is left as it is.
 
     Returns:
       the summary, as written to ``summary.json``.
@@ -69,6 +71,8 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
         else:
             state = checkpoints.restore(config)
             _check_corpus(run, corpus.fingerprint)
+            if resumed == config.steps and (run / "summary.json").exists():
+                return json.loads((run / "summary.json").read_text(encoding="utf-8"))
         _write_json(run / "config.json", config_io.to_dict(config))
         _write_json(run / "environment.json", {**runtime.environment(), "corpus": corpus.fingerprint})
 
@@ -104,7 +108,11 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
 
 
 def _loop(config, state: TrainState, step, batches, evaluator, held_out, checkpoints, metrics, progress, began):
-    """From the state's step to the last. Metrics are read one step late, so that the device never waits for a log."""
+    """From the state's step to the last.
+
+    A step's metrics are read when the next batch is ready and before it is sent: the device waits for no log, and a
+    step that is not finite is found while its weights are still those it began with.
+    """
     start, first = time.monotonic(), int(state.step)
     schedule = make_schedule(config.optimizer.schedule, config.steps)
     pending: tuple[int, StepMetrics] | None = None
@@ -114,6 +122,8 @@ def _loop(config, state: TrainState, step, batches, evaluator, held_out, checkpo
         number, seen = pending
         if not bool(seen.finite):
             _stop_non_finite(config, number, state.weights, batches[number - 1], checkpoints)
+        if number == first + 1:
+            progress.log(f"first step done {runtime.seconds_since_start():.1f} s after the start of the process")
         speed = (number - first) * config.batch * config.seq_len / (time.monotonic() - start)
         progress.update(number, loss=float(seen.loss), tokens_per_second=speed)
         if number % config.log_every == 0 or number == config.steps:
@@ -121,9 +131,10 @@ def _loop(config, state: TrainState, step, batches, evaluator, held_out, checkpo
             metrics.write({"step": number, "kind": "train", **line})
 
     for number in range(first + 1, config.steps + 1):
-        state, seen = step(state, batches[number - 1])
+        batch = batches[number - 1]
         if pending is not None:
             settle(pending, state)
+        state, seen = step(state, batch)
         pending = (number, seen)
         if number % config.eval_every == 0 and number < config.steps:
             partly = held_out(max_bytes=config.eval_bytes)
@@ -211,6 +222,9 @@ def main(argv: list[str]) -> None:
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
         summary = train(config, run)
+    except KeyboardInterrupt:
+        print("k3jax.train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(INTERRUPTED_EXIT) from None
     except NonFiniteError as error:
         print(error, file=sys.stderr)
         raise SystemExit(NON_FINITE_EXIT) from error

@@ -125,6 +125,23 @@ def test_a_run_that_breaks_names_step_layers_and_checkpoint(micro, tmp_path, mon
     assert "last good checkpoint: none yet" in message
 
 
+def test_a_run_that_breaks_later_names_the_checkpoint_before(micro, tmp_path, monkeypatch):
+    def broken(config, state, batch):
+        factor = jnp.where(state.step == 4, jnp.nan, 1.0)
+        return step(config, state, batch._replace(weights_BT=factor * batch.weights_BT))
+
+    step = train.train_step
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(train.NonFiniteError, match=r"(?s)^step 5: .*last good checkpoint: .*checkpoints/3$"):
+        train.train(micro, tmp_path / "broken")
+
+
+def test_a_finished_run_is_left_as_it_is(micro, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert train.train(micro, finished) == json.loads((finished / "summary.json").read_text())
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
