@@ -20,7 +20,7 @@ VOCAB = 163840
 def nano() -> TrainConfig:
     """The demonstration: every part of K3 at a size that two CPU cores train in minutes.
 
-    2,871,131 parameters, 1,298,075 active.
+    2,665,179 parameters, 1,350,171 active.
     """
     model = c.ModelConfig(
         vocab=ByteTokenizer.size,
@@ -30,7 +30,7 @@ def nano() -> TrainConfig:
         kda=c.KDA(heads=3, head_dim=32, forget_rank=16),
         mla=c.MLA(heads=3, q_rank=48, kv_rank=32, nope_dim=32, shared_dim=16, v_dim=32),
         dense_width=256,
-        dense_layers=1,
+        dense_layers=3,
         moe=c.MoE(experts=16, active=2, width=64, shared=1, latent=c.Latent(48)),
         residual=c.BlockAttnRes(4),
         init_std=0.05,

@@ -33,6 +33,11 @@ def refuse_stray(argv: list[str]) -> None:
         raise app.UsageError(f"{argv[1]!r} belongs to no flag")
 
 
+def compiler_options() -> dict[str, int]:
+    """For the train step on a CPU: less optimization of the machine code, a fifth faster to compile and no slower to run."""
+    return {"xla_backend_optimization_level": 1} if jax.devices()[0].platform == "cpu" else {}
+
+
 def seconds_since_start() -> float:
     """Wall-clock seconds since this process was started, imports included."""
     return time.time() - psutil.Process().create_time()

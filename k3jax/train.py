@@ -78,7 +78,8 @@ def train(config: TrainConfig, run: pathlib.Path) -> dict:
 
         progress.phase("compiling the train step")
         step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
-        step = step.lower(config, state, batches[int(state.step)]).compile()
+        lowered = step.lower(config, state, batches[int(state.step)])
+        step = lowered.compile(compiler_options=runtime.compiler_options())
         evaluator = Evaluator(config)
         with MetricsWriter(run / "metrics.jsonl", resume_step=resumed or 0) as metrics:
             state = _loop(config, state, step, batches, evaluator, held_out, checkpoints, metrics, progress, began)
