@@ -14,6 +14,8 @@ Implementation = Literal["reference", "chunked", "mosaic_tpu"]
 
 # Up to this many tokens the recurrence does less work than one padded chunk.
 SHORT = 4
+# Up to this width of keys the chunk form is faster with chunks of 32 tokens: C x C products outweigh those with states.
+NARROW = 32
 
 
 def kda(
@@ -30,7 +32,7 @@ def kda(
     initial_state=None,
     num_segments=None,
     implementation: Implementation | None = None,
-    chunk_size=64,
+    chunk_size: int | None = None,
 ):
     """Kimi Delta Attention from what the short convolution and the projections give to the output of every head.
 
@@ -59,7 +61,7 @@ def kda(
       num_segments: number N of documents per row, whose numbers are then 0 .. N - 1. Asks for one state per document.
       implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu". None takes the
         best one for the target that the program is lowered for.
-      chunk_size: tokens per chunk, 16, 32, 64 or 128.
+      chunk_size: tokens per chunk, 16, 32, 64 or 128. None takes what suits the implementation and K.
 
     Returns:
       (o, final_state): o [B, T, H, V] in v's dtype; final_state like initial_state: the state after the last token of
@@ -89,6 +91,7 @@ def kda(
     chosen, reason = describe(q.shape, implementation=implementation)
     logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
     run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": _on_tpu}[chosen]
+    chunk_size = chunk_size or (32 if chosen == "chunked" and q.shape[-1] <= NARROW else 64)
     static = dict(lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
     return run(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, **static)
 

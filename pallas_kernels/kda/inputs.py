@@ -129,8 +129,8 @@ def validate(q, k, v, gate, beta, *, A_log, dt_bias, lower_bound, segment_ids, i
             raise ValueError(f"{name} has shape {array.shape}; with q of shape {q.shape} it must be {shape}")
     _validate_dtypes(q, k, v, gate, beta, A_log, dt_bias, initial_state)
     validate_lower_bound(lower_bound)
-    if chunk_size not in (16, 32, 64, 128):
-        raise ValueError(f"chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
+    if chunk_size not in (None, 16, 32, 64, 128):
+        raise ValueError(f"chunk_size must be 16, 32, 64, 128 or None, got {chunk_size}")
     _validate_segments(segment_ids, num_segments)
 
 

@@ -33,9 +33,10 @@ class Factors(NamedTuple):
     decay_CK: jax.Array  # decay(start -> i); only for the last token, [..., 1, K], if start and end are the chunk's
 
 
-class _Sums(NamedTuple):
-    """Sums of log-decays of tokens in I blocks of i tokens."""
+class _Decays(NamedTuple):
+    """Decays in I blocks of i tokens."""
 
+    log_prefix_IiK: jax.Array  # logarithm of the next
     prefix_IiK: jax.Array  # from the start of the block up to and including the token
     suffix_IiK: jax.Array  # after the token until the end of the block
     between_IJK: jax.Array  # from the start of block J to the start of block I, 0 <= J <= I <= number of blocks
@@ -46,8 +47,8 @@ def factors(q_CK, k_CK, g_CK, same_BCC, *, lower_bound, by_document) -> Factors:
 
     Start and end are those of the chunk or, by_document, those of the token's document if they are nearer.
     """
-    sums = _block_sums(_split(g_CK, BLOCK))
-    A_CC, B_CC = decayed_products(q_CK, k_CK, g_CK, sums, lower_bound=lower_bound)
+    decays = _block_decays(_split(g_CK, BLOCK))
+    A_CC, B_CC = decayed_products(q_CK, k_CK, g_CK, decays, lower_bound=lower_bound)
     if same_BCC is not None:
         A_CC, B_CC = (jnp.where(same_BCC[:, None], x, 0) for x in (A_CC, B_CC))
     # A token's own product has no decay: kept apart, it adds no rounding to the gradient of the gates.
@@ -55,7 +56,7 @@ def factors(q_CK, k_CK, g_CK, same_BCC, *, lower_bound, by_document) -> Factors:
     if by_document:
         start_CK, end_CK, total_CK = _decays_within_documents(g_CK, same_BCC)
     else:
-        start_CK, end_CK, total_CK = _decays_within_chunk(sums)
+        start_CK, end_CK, total_CK = _decays_within_chunk(decays)
     return Factors(A_CC, B_CC, q_CK * start_CK, k_CK * start_CK, k_CK * end_CK, total_CK)
 
 
@@ -66,23 +67,23 @@ def _decays_within_documents(g_CK, same_BCC):
     return start_CK, end_CK, start_CK
 
 
-def _decays_within_chunk(sums):
-    between = jnp.exp(sums.between_IJK)
-    start = jnp.exp(sums.prefix_IiK) * between[..., :-1, 0, None, :]
-    end = jnp.exp(sums.suffix_IiK) * between[..., -1, 1:, None, :]
+def _decays_within_chunk(decays):
+    between = decays.between_IJK
+    start = decays.prefix_IiK * between[..., :-1, 0, None, :]
+    end = decays.suffix_IiK * between[..., -1, 1:, None, :]
     start_CK, end_CK = (x.reshape(*x.shape[:-3], -1, x.shape[-1]) for x in (start, end))
     return start_CK, end_CK, between[..., -1, :1, :]
 
 
-def decayed_products(q_CK, k_CK, g_CK, sums, *, lower_bound):
-    """<q_i, k_j decay(j -> i)> and <k_i, k_j decay(j -> i)> for j < i, each [..., C, C], from sums in blocks of 16.
+def decayed_products(q_CK, k_CK, g_CK, decays, *, lower_bound):
+    """<q_i, k_j decay(j -> i)> and <k_i, k_j decay(j -> i)> for j < i, each [..., C, C], given decays in blocks of 16.
 
     A lower bound of -5 or nearer to zero allows one product for all pairs. Otherwise blocks are cut again until they
     hold a single token: 16, 4, 1.
     """
     if lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND:
-        return _products_of_blocks(q_CK, k_CK, sums, within_bound=lower_bound)
-    between = _products_of_blocks(q_CK, k_CK, sums, within_bound=None)
+        return _products_of_blocks(q_CK, k_CK, decays, within_bound=lower_bound)
+    between = _products_of_blocks(q_CK, k_CK, decays, within_bound=None)
     within = _products_within_blocks(q_CK, k_CK, g_CK, BLOCK)
     return tuple(x + _block_diagonal(y) for x, y in zip(between, within))
 
@@ -91,27 +92,26 @@ def _products_within_blocks(q_CK, k_CK, g_CK, block):
     """Products of pairs in the same block, each [..., I, i, i]."""
     q, k, g = (_split(x, block) for x in (q_CK, k_CK, g_CK))
     smaller = block // 4
-    products = _products_of_blocks(q, k, _block_sums(_split(g, smaller)), within_bound=None)
+    products = _products_of_blocks(q, k, _block_decays(_split(g, smaller)), within_bound=None)
     if smaller == 1:
         return products
     return tuple(x + _block_diagonal(y) for x, y in zip(products, _products_within_blocks(q, k, g, smaller)))
 
 
-def _products_of_blocks(q_CK, k_CK, sums, *, within_bound):
+def _products_of_blocks(q_CK, k_CK, decays, *, within_bound):
     """Products of pairs in different blocks and, if their log-decays are bounded, of pairs in the same one."""
-    n_blocks, block = sums.prefix_IiK.shape[-3:-1]
+    n_blocks, block = decays.prefix_IiK.shape[-3:-1]
     C = n_blocks * block
     q, k = _split(q_CK, block), _split(k_CK, block)
     # Half a block's decay moves from the rows to the columns, else the gradient meets products near exp(-80).
     scale = 1.0 if within_bound is None else math.exp(-within_bound * block / 2)
-    row_decay = _scaled_exp(sums.prefix_IiK, scale)
+    row_decay = decays.prefix_IiK * scale
     rows = jnp.concatenate([q * row_decay, k * row_decay], axis=-2)
-    earlier = np.tri(n_blocks, k=-1, dtype=k.dtype)[:, :, None, None]
-    to_row = _scaled_exp(sums.between_IJK[..., :-1, 1:, None, :], 1 / scale) * earlier
-    columns = (k * jnp.exp(sums.suffix_IiK))[..., None, :, :, :] * to_row
+    earlier = np.tri(n_blocks, k=-1, dtype=k.dtype)[:, :, None, None] / scale
+    columns = (k * decays.suffix_IiK)[..., None, :, :, :] * (decays.between_IJK[..., :-1, 1:, None, :] * earlier)
     if within_bound is not None:
         same = np.eye(n_blocks, dtype=k.dtype)[:, :, None, None]
-        columns = columns + (k * _scaled_exp(-sums.prefix_IiK, 1 / scale))[..., None, :, :, :] * same
+        columns = columns + (k * _scaled_exp(-decays.log_prefix_IiK, 1 / scale))[..., None, :, :, :] * same
     columns = columns.reshape(*columns.shape[:-3], C, -1)
     products = einsum("...Iik,...Ijk->...Iij", rows, columns)
     strict = np.tri(C, k=-1, dtype=bool)
@@ -119,14 +119,15 @@ def _products_of_blocks(q_CK, k_CK, sums, *, within_bound):
     return tuple(jnp.where(strict, x.reshape(*x.shape[:-3], C, C), 0) for x in halves)
 
 
-def _block_sums(g_IiK) -> _Sums:
+def _block_decays(g_IiK) -> _Decays:
     n_blocks, block = g_IiK.shape[-3:-1]
     masks = np.concatenate([np.tri(block, dtype=bool), np.tri(block, k=-1, dtype=bool).T])
-    prefix_IiK, suffix_IiK = jnp.split(_masked_sum(masks, g_IiK), 2, axis=-2)
+    sums = _masked_sum(masks, g_IiK)
+    prefix_IiK, suffix_IiK = jnp.split(jnp.exp(sums), 2, axis=-2)
     I, J, L = np.ogrid[: n_blocks + 1, : n_blocks + 1, :n_blocks]
-    masks = ((J <= L) & (L < I)).reshape(-1, n_blocks)
-    between = _masked_sum(masks, prefix_IiK[..., -1, :])
-    return _Sums(prefix_IiK, suffix_IiK, between.reshape(*g_IiK.shape[:-3], n_blocks + 1, n_blocks + 1, -1))
+    between = jnp.exp(_masked_sum(((J <= L) & (L < I)).reshape(-1, n_blocks), sums[..., block - 1, :]))
+    between_IJK = between.reshape(*g_IiK.shape[:-3], n_blocks + 1, n_blocks + 1, -1)
+    return _Decays(sums[..., :block, :], prefix_IiK, suffix_IiK, between_IJK)
 
 
 def unit_lower_inverse(L_CC):

@@ -35,7 +35,7 @@ def call(**changes):
         ({"lower_bound": 0.0}, ValueError, "lower_bound must be a negative number"),
         ({"lower_bound": 5.0}, ValueError, "lower_bound must be a negative number"),
         ({"lower_bound": float("nan")}, ValueError, "lower_bound must be a negative number"),
-        ({"chunk_size": 48}, ValueError, "chunk_size must be 16, 32, 64 or 128"),
+        ({"chunk_size": 48}, ValueError, "chunk_size must be 16, 32, 64, 128 or None"),
         ({"segment_ids": IDS[:, :5]}, ValueError, r"segment_ids has shape \(2, 5\)"),
         ({"segment_ids": IDS.astype(np.float32)}, TypeError, "segment_ids must be integers"),
         ({"segment_ids": IDS - 2}, ValueError, "got -2"),

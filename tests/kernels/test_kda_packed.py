@@ -8,8 +8,8 @@ from test_kda import FLOAT32, every_implementation
 
 from pallas_kernels import testing
 
-# Single tokens, documents within a chunk, across chunks and ending at a boundary; more than three in the first chunk.
-LENGTHS = (1, 1, 7, 30, 1, 24, 80, 3)
+# Single tokens, documents within a chunk, across chunks and ending with a chunk; three in the first.
+LENGTHS = (1, 1, 30, 1, 30, 1, 80, 1)
 SHAPE = dict(B=1, T=sum(LENGTHS), H=2, K=16, V=8)
 
 
