@@ -4,11 +4,11 @@ Kimi Linear (arXiv 2510.26692), section 3, with the right-hand side folded. Insi
 G_i = sum of log-decays up to and including token i:
 
   A_ij = <q_i, k_j exp(G_i - G_j)>  (i >= j)        B_ij = <k_i, k_j exp(G_i - G_j)>  (i > j)
-  R = V - (K exp(G)) S                              N = T Diag(beta) R,  T = (I + Diag(beta) B)^-1
+  R = V - (K exp(G)) S                              N = Diag(beta) T R,  T = (I + B Diag(beta))^-1
   O = (Q exp(G)) S + A N                            S' = Diag(exp(G_C)) S + (K exp(G_C - G))^T N
 
 A scan runs over chunks, never over tokens. Its backward keeps the inputs, the state at the start of each chunk, and T.
-With P = Diag(beta) R, the inverse needs no derivative of its own: dP = T^T dN and d(Diag(beta) B) = -stril(dP N^T).
+The inverse needs no derivative of its own: dR = T^T Diag(beta) dN and dB = -stril(dR N^T).
 
 Everything is float32 (float64 when an input is), and every product asks for full precision, because the inverse and the
 sums of log-decays amplify rounding.

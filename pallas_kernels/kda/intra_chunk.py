@@ -52,7 +52,7 @@ def factors(q_CK, k_CK, g_CK, same_BCC, *, lower_bound, by_document) -> Factors:
     if same_BCC is not None:
         A_CC, B_CC = (jnp.where(same_BCC[:, None], x, 0) for x in (A_CC, B_CC))
     # A token's own product has no decay: kept apart, it adds no rounding to the gradient of the gates.
-    A_CC = A_CC + jnp.sum(q_CK * k_CK, axis=-1, keepdims=True) * np.eye(q_CK.shape[-2])
+    A_CC = A_CC + jnp.sum(q_CK * k_CK, axis=-1, keepdims=True) * np.eye(q_CK.shape[-2], dtype=q_CK.dtype)
     if by_document:
         start_CK, end_CK, total_CK = _decays_within_documents(g_CK, same_BCC)
     else:

@@ -107,7 +107,7 @@ def update(slots_BNHKV, decay_BHCK, outer, slot_BC, keep_B):
 
 
 def decay_cotangent(slots_BNHKV, dslots_BNHKV, like_BHCK, slot_BC, keep_B):
-    """Cotangent of decay_BHCK in `update`: for each slot sum_v S * dS, at the last token of its document."""
+    """Cotangent of decay_BHCK in ``update``: for each slot sum_v S * dS, at the last token of its document."""
     if slots_BNHKV.shape[1] == 1:
         ddecay_BHK = jnp.sum(slots_BNHKV[:, 0] * dslots_BNHKV[:, 0], axis=-1)
         if keep_B is not None:

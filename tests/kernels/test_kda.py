@@ -12,6 +12,7 @@ import pytest
 from kda_cases import ARRAYS, FLOAT64, cotangents, make_inputs, values, values_and_gradients
 
 from pallas_kernels import testing
+from pallas_kernels.kda import kda
 
 IMPLEMENTATIONS = ("chunked",)
 # The gradient of A_log sums over all tokens and channels of a head, with cancellation that differs from case to case.
@@ -129,6 +130,19 @@ def test_bounds_below_the_safe_one(implementation):
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float64))
+def test_arithmetic_follows_the_inputs(implementation, dtype):
+    """Also when 64 bits are enabled: constants must not widen float32."""
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(x, dtype) for x in make_inputs(0, **SHAPE).values()]
+        result = jax.eval_shape(lambda *x: call(implementation, *x), *arrays)
+        gradients = jax.eval_shape(
+            jax.grad(lambda *x: call(implementation, *x)[0].sum(), argnums=tuple(range(8))), *arrays
+        )
+    assert {x.dtype for x in (*result, *gradients)} == {jnp.dtype(dtype)}
+
+
+@every_implementation
 def test_bfloat16(implementation):
     inputs = make_inputs(7, **SHAPE, dtype=jnp.bfloat16)
     cot = cotangents(inputs)
@@ -163,6 +177,11 @@ def test_no_loop_over_tokens(implementation):
     run = lambda inputs, cot: values_and_gradients(inputs, cot, implementation=implementation)  # noqa: E731
     lengths = re.findall(r"length=(\d+)", str(jax.make_jaxpr(run)(inputs, cotangents(inputs))))
     assert set(lengths) == {"32"}
+
+
+def call(implementation, *arrays):
+    tokens, rest = arrays[:5], dict(zip(ARRAYS[5:], arrays[5:]))
+    return kda(*tokens, **rest, implementation=implementation)
 
 
 def check_equal(inputs, implementation, **options):
