@@ -128,11 +128,18 @@ def _join(path: str, name: str) -> str:
 
 def _plain(hint: Any, value: Any) -> Any:
     if isinstance(value, tuple):
-        return list(value)
+        return [_plain(_item_hint(hint, len(value), i), item) for i, item in enumerate(value)]
     if not dataclasses.is_dataclass(value):
         return value
     fields = {name: _plain(field, getattr(value, name)) for name, field in _hints(type(value)).items()}
     return {TAG: type(value).__name__, **fields} if _is_union(hint) else fields
+
+
+def _item_hint(hint: Any, length: int, index: int) -> Any:
+    """The type of item ``index`` of a tuple of ``length`` items in a field of type ``hint``."""
+    tuples = [get_args(option) for option in _options(hint) if get_origin(option) is tuple]
+    items = next(items for items in tuples if items[-1] is Ellipsis or len(items) == length)
+    return items[0] if items[-1] is Ellipsis else items[index]
 
 
 def _build(hint: Any, value: Any, path: str, *, complete: bool) -> Any:
@@ -141,7 +148,7 @@ def _build(hint: Any, value: Any, path: str, *, complete: bool) -> Any:
         cls, fields = _selected(hint, value, path)
         return _construct(cls, fields, path, complete=complete)
     for option in _options(hint):
-        matches, converted = _accept(option, value, path)
+        matches, converted = _accept(option, value, path, complete)
         if matches:
             return converted
     shown = value.name if isinstance(value, _Call) else value
@@ -194,13 +201,13 @@ def _check_field(cls: type, name: str, path: str) -> None:
         )
 
 
-def _accept(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+def _accept(option: Any, value: Any, path: str, complete: bool) -> tuple[bool, Any]:
     """Whether ``value`` is an ``option`` (not a dataclass), and the value to store."""
     word = str(value) if isinstance(value, _Name) else value
     if get_origin(option) is Literal:
         return any(type(word) is type(choice) and word == choice for choice in get_args(option)), word
     if get_origin(option) is tuple:
-        return _accept_tuple(option, value, path)
+        return _accept_tuple(option, value, path, complete)
     if option is types.NoneType:
         return value is None, None
     if option is float:
@@ -222,7 +229,7 @@ def _accept_float(value: Any) -> tuple[bool, float | None]:
     return False, None
 
 
-def _accept_tuple(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+def _accept_tuple(option: Any, value: Any, path: str, complete: bool) -> tuple[bool, Any]:
     items = get_args(option)
     if not isinstance(value, (list, tuple)) or isinstance(value, _Call):
         return False, None
@@ -230,7 +237,7 @@ def _accept_tuple(option: Any, value: Any, path: str) -> tuple[bool, Any]:
         items = items[:1] * len(value)
     if len(items) != len(value):
         return False, None
-    built = [_build(item, v, f"{path}[{i}]", complete=True) for i, (item, v) in enumerate(zip(items, value))]
+    built = [_build(item, v, f"{path}[{i}]", complete=complete) for i, (item, v) in enumerate(zip(items, value))]
     return True, tuple(built)
 
 

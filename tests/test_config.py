@@ -291,3 +291,33 @@ def test_every_configuration_class_has_a_text_form():
 def test_suggestions():
     assert config_io.did_you_mean("nanno", ["nano", "tiny"]) == "; did you mean 'nano'?"
     assert config_io.did_you_mean("zzz", ["nano", "tiny"]) == ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: int
+    y: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    points: tuple[Point, ...] = ()
+    mixed: tuple[Point | Empty, ...] = ()
+
+
+def test_tuples_of_dataclasses_travel_both_ways():
+    line = Line(points=(Point(1), Point(2, 3)), mixed=(Empty(), Point(4)))
+    data = to_dict(line)
+    assert data == {
+        "points": [{"x": 1, "y": 0}, {"x": 2, "y": 3}],
+        "mixed": [{"type": "Empty"}, {"type": "Point", "x": 4, "y": 0}],
+    }
+    assert from_dict(Line, data) == line
+    assert override(Line(), ["points=[Point(x=1), Point(x=2, y=3)]"]).points == line.points
+    with pytest.raises(c.ConfigError, match=r"points\[1\].*no field 'z'"):
+        override(Line(), ["points=[Point(x=1), Point(z=2)]"])
