@@ -1,0 +1,65 @@
+"""What a source is to everything behind it: a numbered list of documents whose lengths are known without reading them.
+
+A document is what the model may read as one context: ``inputs`` and the ``targets`` of the same positions, so that no
+target ever lies in another document. Text begins with BOS, which is never predicted, and ends with EOS, which is never
+read. A generated task sets its own weights: 0 where there is nothing to predict.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class DataError(ValueError):
+    """Data that cannot be read or used: the message names the file or document, what is wrong, and what would do."""
+
+
+class Document(NamedTuple):
+    """One document, or a part of one."""
+
+    inputs: np.ndarray  # int32 [n]
+    targets: np.ndarray  # int32 [n]
+    weights: np.ndarray  # float32 [n], of each target in the loss
+    bytes: int  # bytes of text that the targets stand for; 0 for what is no text
+
+
+class Documents(Protocol):
+    """Random access to documents; the same index gives the same document in every process.
+
+    ``part``, where a class has it, reads positions ``start`` to ``stop`` of one document without the rest; see
+    :func:`part`. Objects travel to worker processes by pickling, so they hold arrays and paths, never open files.
+    """
+
+    name: str  # of the source, for messages
+    lengths: np.ndarray  # int64 [N], positions of each document
+    bytes: np.ndarray  # int64 [N], bytes of text of each document; 0 for what is no text
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Document: ...
+
+    def title(self, index: int) -> str:
+        """What a message calls document ``index``: its file, or file and line."""
+        ...
+
+
+def part(documents: Documents, index: int, start: int, stop: int) -> Document:
+    """Positions ``start`` to ``stop`` of document ``index``."""
+    read = getattr(documents, "part", None)
+    if read is not None:
+        return read(index, start, stop)
+    whole = documents[index]
+    if start == 0 and stop == len(whole.inputs):
+        return whole
+    count = part_bytes(len(whole.inputs), whole.bytes, start, stop)
+    return Document(whole.inputs[start:stop], whole.targets[start:stop], whole.weights[start:stop], int(count))
+
+
+def part_bytes(length, size, start, stop):
+    """Bytes of text that positions ``start`` to ``stop`` of a document stand for.
+
+    The last target is EOS and stands for none; the bytes are spread evenly over the others, which is exact for byte
+    tokens, and adds up to ``size`` over any cut for every tokenizer. Works on arrays.
+    """
+    text = np.maximum(length - 1, 1)
+    return size * np.minimum(stop, length - 1) // text - size * np.minimum(start, length - 1) // text
