@@ -1,0 +1,23 @@
+"""What the exit code of a training process means, for whatever started it."""
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """Zero is a finished run. The others say whether starting the same command again helps.
+
+    PREEMPTED: asked to stop and saved; start again. INTERRUPTED: the same by Ctrl-C. BUSY: another live process has
+    the run. CONFIGURATION, DATA, STORAGE, CHECKPOINT: the message says what to mend first. NON_FINITE, SPIKE: the run
+    stopped itself; starting again repeats the same steps.
+    """
+
+    DONE = 0
+    CONFIGURATION = 2
+    NON_FINITE = 3
+    SPIKE = 4
+    DATA = 5
+    STORAGE = 6
+    CHECKPOINT = 7
+    BUSY = 8
+    PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+    INTERRUPTED = 130  # 128 + SIGINT, as shells say it
