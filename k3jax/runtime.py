@@ -8,8 +8,10 @@ import sys
 import time
 
 import jax
+import numpy as np
 import psutil
 from absl import app, logging
+from jax.experimental import multihost_utils
 
 CACHE_VARIABLE = "K3JAX_CACHE"
 
@@ -25,6 +27,49 @@ def start() -> None:
         default = pathlib.Path.home() / ".cache" / "k3jax"
         jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE, str(default)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def join_processes(coordinator: str | None, processes: int, process: int, *, timeout: int = 60) -> None:
+    """Joins the processes of a run that spans several; does nothing for one.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      timeout: seconds to wait for all of them.
+
+    Raises:
+      ValueError: the numbers do not fit together.
+      RuntimeError: not all processes came in time; the message says which one this is and whom it waited for.
+    """
+    if processes == 1 and coordinator is None:
+        return
+    if coordinator is None or ":" not in coordinator:
+        raise ValueError(f"--processes={processes} needs --coordinator=HOST:PORT of process 0, got {coordinator!r}")
+    if not 0 <= process < processes:
+        raise ValueError(f"--process={process}, but it must lie in 0..{processes - 1}")
+    try:
+        jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
+    except Exception as error:
+        raise RuntimeError(
+            f"process {process} waited {timeout} s for {processes} processes at {coordinator}, and not all came: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def barrier(name: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def from_first_process(text: str | None) -> str | None:
+    """What process 0 says, on all of them."""
+    if jax.process_count() == 1:
+        return text
+    data = np.zeros(1024, np.uint8)
+    encoded = (text or "").encode()[: data.size]
+    data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data))
+    return data.tobytes().rstrip(b"\0").decode(errors="replace") or None
 
 
 def refuse_stray(argv: list[str]) -> None:
