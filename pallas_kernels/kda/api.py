@@ -74,26 +74,13 @@ def kda(
       TypeError: a dtype is not as above; float16 is refused because its exponents are too short for products of decays.
       NotImplementedError: the named implementation cannot run; the message says why.
     """
-    inputs.validate(
-        q,
-        k,
-        v,
-        gate,
-        beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        num_segments=num_segments,
-        chunk_size=chunk_size,
-    )
+    arrays = (q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids)
+    inputs.validate(*arrays, lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
     chosen, reason = describe(q.shape, implementation=implementation)
     logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
     run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": _on_tpu}[chosen]
     chunk_size = chunk_size or (32 if chosen == "chunked" and q.shape[-1] <= NARROW else 64)
-    static = dict(lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
-    return run(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, **static)
+    return run(*arrays, lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
 
 
 def describe(shape, *, implementation: Implementation | None = None, platform: str | None = None) -> tuple[str, str]:
