@@ -9,43 +9,45 @@ import optax
 from jax import Array
 
 from k3jax import config as c
+from k3jax import guard, observe
 from k3jax.config_optim import QKClip
 from k3jax.data import Batch
 from k3jax.loss import LossStats, chunked_cross_entropy
-from k3jax.model import balancing, layout, weights
-from k3jax.model.block import LayerReport
-from k3jax.model.transformer import by_layer
+from k3jax.model import balancing, weights
 from k3jax.model.weights import Tree, Weights
 from k3jax.optim import build_optimizer, qk_clip, update_rms
 from k3jax.run_config import TrainConfig
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. step: [] int32, optimizer steps taken."""
+    """Everything that a step reads beside its batch. step: [] int32, steps made, skipped ones included. guard: what the
+    guards remember. key: [2] uint32, of the run; a layer that draws numbers folds the step and its own name in."""
 
     step: Array
     weights: Weights
     opt_state: Any
+    guard: guard.GuardState
+    key: Array
 
 
 class StepMetrics(NamedTuple):
     """What a step reports, all without a gradient.
 
-    loss: [] nats per predicted token, float32. grad_norm: [] before clipping. update_rms: per role. finite: [] bool,
-    loss and gradient norm are finite; a step that is not leaves weights and optimizer as they were. load: [layers with
-    experts, E] tokens per expert. margin: [layers with experts] mean gap of the biased scores at the cutoff.
-    max_logit: [MLA layers, H].
+    loss: [] nats per predicted token, float32. grad_norm: [] before clipping. By role: grad_norm_by_role, the norms of
+    which grad_norm is the norm; param_norm_by_role, after the step; update_rms. verdict: whether the step was
+    applied, and why not; one that was not leaves weights and optimizer as they were. layers: numbers by layer
+    (:func:`k3jax.observe.layer_metrics`).
     """
 
     loss: Array
     weight: Array
     accuracy: Array
     grad_norm: Array
+    grad_norm_by_role: dict[str, Array]
+    param_norm_by_role: dict[str, Array]
     update_rms: dict[str, Array]
-    finite: Array
-    load: Array | None
-    margin: Array | None
-    max_logit: Array | None
+    verdict: guard.Verdict
+    layers: dict[str, Array]
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -57,14 +59,17 @@ def init_state(config: TrainConfig) -> TrainState:
     """The state before the first step: a pure function of the configuration and its seed."""
     initial = weights.init(config.model, config.seed)
     opt_state = jax.jit(optimizer(config).init)(initial.params)
-    return TrainState(jnp.zeros((), jnp.int32), initial, opt_state)
+    key = jax.random.key_data(jax.random.key(config.seed))
+    return TrainState(jnp.zeros((), jnp.int32), initial, opt_state, guard.init(config.spikes), key)
 
 
 def abstract_state(config: TrainConfig) -> TrainState:
     """Shapes and dtypes of the state; nothing is allocated."""
     shapes = weights.structure(config.model).shapes
     opt_state = jax.eval_shape(optimizer(config).init, shapes.params)
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, opt_state)
+    guards = jax.eval_shape(lambda: guard.init(config.spikes))
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, opt_state, guards, key)
 
 
 def abstract_batch(config: TrainConfig) -> Batch:
@@ -116,20 +121,7 @@ def _gradients(config: TrainConfig, state: TrainState, batch: Batch):
         return jax.tree.map(jnp.add, sums, tuple(terms)), reports
 
     sums, reports = jax.lax.scan(accumulate, zeros, split)
-    return *sums, [[_merge_reports(report) for report in segment] for segment in reports]
-
-
-def _merge_reports(report: LayerReport) -> LayerReport:
-    """The report of a batch from those of its micro-batches, stacked along axis 0 of every leaf."""
-    seen = report.balance
-    if seen is not None:
-        summed = jax.tree.map(lambda x: x.sum(axis=0), seen._replace(required=None))
-        required = None
-        if seen.required is not None:
-            required = jnp.concatenate(list(seen.required), axis=2)
-        seen = summed._replace(required=required)
-    max_logit = None if report.max_logit is None else report.max_logit.max(axis=0)
-    return LayerReport(seen, max_logit, None)
+    return *sums, [[observe.merge(report) for report in segment] for segment in reports]
 
 
 def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -139,7 +131,9 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
     finite, only the step number moves.
     """
     grads, loss, stats, reports = _gradients(config, state, batch)
-    grad_norm = optax.tree.norm(grads)
+    meta = weights.structure(config.model).meta
+    grad_norms = observe.norms_by_role(grads, meta)
+    grad_norm = optax.tree.norm(grad_norms)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     kept, rms = jax.lax.cond(finite, partial(_apply, config), partial(_skip, config), state, grads, reports)
     metrics = StepMetrics(
@@ -147,11 +141,13 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
         weight=stats.weight,
         accuracy=stats.correct / jnp.maximum(stats.weight, 1),
         grad_norm=grad_norm,
+        grad_norm_by_role=grad_norms,
+        param_norm_by_role=observe.norms_by_role(kept[0].params, meta),
         update_rms=rms,
-        finite=finite,
-        **_layer_metrics(config.model, reports),
+        verdict=verdict,
+        layers=observe.layer_metrics(reports, router_before=state.weights.router, router_after=kept[0].router),
     )
-    return TrainState(state.step + 1, *kept), metrics
+    return TrainState(state.step + (state.guard.halted == 0), *kept, guards, state.key), metrics
 
 
 def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):
@@ -223,15 +219,3 @@ def _update_router(model: c.ModelConfig, router: Tree, reports) -> Tree:
             path = ("segments", s, r, "ffn", "bias")
             router = _replace_at(router, path, update(_at(router, *path), report.balance))
     return router
-
-
-def _layer_metrics(model: c.ModelConfig, reports) -> dict[str, Array | None]:
-    """Per-layer numbers in layer order."""
-    layers = by_layer(layout.plan(model.kinds), reports)
-    balance = [layer.balance for layer in layers if layer.balance is not None]
-    logits = [layer.max_logit for layer in layers if layer.max_logit is not None]
-    return dict(
-        load=jnp.stack([seen.load for seen in balance]) if balance else None,
-        margin=jnp.stack([seen.margin / jnp.maximum(seen.tokens, 1) for seen in balance]) if balance else None,
-        max_logit=jnp.stack(logits) if logits else None,
-    )

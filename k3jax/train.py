@@ -160,12 +160,15 @@ def _metrics_line(seen: StepMetrics, rate: float, speed: float, seconds: float) 
         "tokens_per_second": speed,
         "seconds": seconds,
     }
-    if seen.load is not None:
-        mean = np.maximum(seen.load.mean(axis=1), 1e-9)
-        dead = (seen.load == 0).mean(axis=1)
-        line["balance"] = {"max_over_mean": seen.load.max(axis=1) / mean, "dead_share": dead, "margin": seen.margin}
-    if seen.max_logit is not None:
-        line["max_attention_logit"] = seen.max_logit.max(axis=1)
+    layers = seen.layers
+    if "load" in layers:
+        line["balance"] = {
+            "max_over_mean": layers["load_max_over_mean"],
+            "dead_share": layers["dead_share"],
+            "margin": layers["margin"],
+        }
+    if "max_logit" in layers:
+        line["max_attention_logit"] = layers["max_logit"].max(axis=1)
     return line
 
 

@@ -70,6 +70,14 @@ class DepthMix(nnx.Module):
         with jax.named_scope("depth_mix"):
             return mix(model.eps, stream, self.norm[...] * self.query[...])
 
+    def weights(self, model: c.ModelConfig, stream: Stream, valid_BT: Array) -> Array:
+        """[S + 1] float32: the weight of every source, summed over tokens outside of padding, the running sum last.
+        Without a gradient. The sum over sources is the number of tokens.
+        """
+        with jax.named_scope("depth_weights"):
+            scores_SBT, _ = _scores(model.eps, *jax.lax.stop_gradient((stream, self.norm[...] * self.query[...])))
+            return jnp.where(valid_BT, jax.nn.softmax(scores_SBT, axis=0), 0).sum(axis=(1, 2))
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix(eps: float, stream: Stream, u_D: Array) -> Array:

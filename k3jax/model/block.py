@@ -22,12 +22,16 @@ class LayerReport(NamedTuple):
     """What a layer says beside its output; None where it does not apply.
 
     balance: the balancer's observation (MoE layers, in training). max_logit: [H] (MLA layers). hidden: [B, T, D], the
-    stream's running value after the layer, when asked for.
+    stream's running value after the layer, when asked for. gauges: of a KDA layer's recurrence (in training).
+    depth: [2, S + 1], the weights of depth sources summed over tokens at the mixer's and the feed-forward part's site
+    (in training).
     """
 
     balance: balancing.Observation | None
     max_logit: Array | None
     hidden: Array | None
+    gauges: kda.Gauges | None = None
+    depth: Array | None = None
 
 
 class Inputs(NamedTuple):
@@ -61,14 +65,20 @@ class Layer(nnx.Module):
 
     def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False):
         """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block."""
-        x, max_logit = self._read(model, stream, "mixer"), None
+        observe_depth = observe and not isinstance(model.residual, c.PlainResidual)
+        depth = [self.mixer_mix.weights(model, stream, inputs.valid)] if observe_depth else []
+        x, max_logit, gauges = self._read(model, stream, "mixer"), None, None
         if isinstance(self.mixer, MLALayer):
             y, max_logit = self.mixer(model, x, inputs.segment_ids)
+        elif observe:
+            y, gauges = self.mixer.observed(model, x, inputs.segment_ids)
         else:
             y = self.mixer(model, x, inputs.segment_ids)
         stream = _add_mixer(model, stream, y, closes)
+        depth += [self.ffn_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         stream, seen = self._feed_forward(model, stream, inputs.valid, observe)
-        return stream, LayerReport(seen, max_logit, stream.running if capture else None)
+        hidden = stream.running if capture else None
+        return stream, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth) if depth else None)
 
     def extend(self, model, stream, closes, cache: Cache, new: Continuation):
         """The stream and the cache after T more tokens of each row."""

@@ -14,6 +14,7 @@ from k3jax import config as c
 from k3jax import nn
 from k3jax.roles import Role
 from pallas_kernels.kda import kda
+from pallas_kernels.kda.inputs import log_decay
 
 
 class KDACache(NamedTuple):
@@ -25,6 +26,39 @@ class KDACache(NamedTuple):
 
     state: Array
     conv: tuple[Array, Array, Array]
+
+
+class Gauges(NamedTuple):
+    """What a KDA layer shows of a batch, [] float32 each, without a gradient: sums and extremes, so that the gauges of
+    several batches combine to those of all. Padding is left out.
+
+    log_decay: sum over tokens, heads and channels of the log-decay. channels: how many that are. low, high: its
+    extremes. square: sum over rows and heads of the squared Frobenius norm of the state after the row's last token.
+    states: how many that are, rows that are all padding left out.
+    """
+
+    log_decay: Array
+    channels: Array
+    low: Array
+    high: Array
+    square: Array
+    states: Array
+
+
+def gauges(log_decay_BTHK: Array, state_BHKV: Array, segment_ids: Array | None) -> Gauges:
+    """The gauges of one batch."""
+    B, T, H, K = log_decay_BTHK.shape
+    g, state = jax.lax.stop_gradient((log_decay_BTHK.astype(jnp.float32), state_BHKV.astype(jnp.float32)))
+    valid_BT = jnp.ones((B, T), bool) if segment_ids is None else segment_ids >= 0
+    inside = valid_BT[..., None, None]
+    return Gauges(
+        log_decay=jnp.where(inside, g, 0).sum(),
+        channels=valid_BT.sum(dtype=jnp.float32) * (H * K),
+        low=jnp.where(inside, g, jnp.inf).min(),
+        high=jnp.where(inside, g, -jnp.inf).max(),
+        square=jnp.square(state).sum(),
+        states=valid_BT.any(axis=1).sum(dtype=jnp.float32) * H,
+    )
 
 
 def short_conv(x_BTHK: Array, weight_JHK: Array, segment_ids: Array | None, history_BJHK: Array | None = None) -> Array:
@@ -100,17 +134,25 @@ class KDALayer(nnx.Module):
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> Array:
         """[B, T, D] to [B, T, D], every document from a zero state."""
-        y, _ = self._attend(model, x_BTD, segment_ids, cache=None)
-        return y
+        return self._attend(model, x_BTD, segment_ids, cache=None)[0]
+
+    def observed(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Gauges]:
+        """The same with the layer's gauges."""
+        y, state, _, raw_gate = self._attend(model, x_BTD, segment_ids, cache=None)
+        with jax.named_scope("kda_gauges"):
+            g = log_decay(raw_gate.astype(jnp.float32), self.A_log[...], self.dt_bias[...], _lower_bound(model))
+            return y, gauges(g, state, segment_ids)
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: KDACache, lengths_B: Array) -> tuple[Array, KDACache]:
         """The same for tokens that continue ``cache``; row b has ``lengths_B[b]`` real tokens, the rest is padding."""
         time = jnp.arange(x_BTD.shape[1])
         segment_ids = jnp.where(time < lengths_B[:, None], 0, -1)
-        return self._attend(model, x_BTD, segment_ids, cache, lengths_B)
+        y, state, inputs, _ = self._attend(model, x_BTD, segment_ids, cache)
+        conv = tuple(last_inputs(x, h, lengths_B) for x, h in zip(inputs, cache.conv))
+        return y, KDACache(state, conv)
 
-    def _attend(self, model, x_BTD, segment_ids, cache, lengths_B=None):
-        spec = model.kda
+    def _attend(self, model, x_BTD, segment_ids, cache):
+        """Output, final state, inputs of the convolutions, and the gate before its activation."""
         with jax.named_scope("kda_projections"):
             inputs = [nn.einsum("btd,dhk->bthk", x_BTD, getattr(self, name)[...]) for name in "qkv"]
             raw_gate = nn.einsum(
@@ -130,17 +172,14 @@ class KDALayer(nnx.Module):
                 beta,
                 A_log=self.A_log[...],
                 dt_bias=self.dt_bias[...],
-                lower_bound=spec.decay.lower_bound if isinstance(spec.decay, c.BoundedDecay) else None,
+                lower_bound=_lower_bound(model),
                 segment_ids=segment_ids,
                 initial_state=cache.state if cache else None,
             )
         with jax.named_scope("kda_output"):
             o = self._gated_norm(model, o, x_BTD)
             y = nn.einsum("bthv,dhv->btd", o, self.out[...])
-        if cache is None:
-            return y, None
-        conv = tuple(last_inputs(x, h, lengths_B) for x, h in zip(inputs, cache.conv))
-        return y, KDACache(state, conv)
+        return y, state, inputs, raw_gate
 
     def _gated_norm(self, model: c.ModelConfig, o_BTHV: Array, x_BTD: Array) -> Array:
         """Per-head RMSNorm times the output gate: all in float32, cast once (K3 report, eq. 6)."""
@@ -154,6 +193,11 @@ class KDALayer(nnx.Module):
             case c.NoGate():
                 return normed.astype(x_BTD.dtype)
         return (normed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x_BTD.dtype)
+
+
+def _lower_bound(model: c.ModelConfig) -> float | None:
+    decay = model.kda.decay
+    return decay.lower_bound if isinstance(decay, c.BoundedDecay) else None
 
 
 def init_cache(model: c.ModelConfig, batch: int) -> KDACache:

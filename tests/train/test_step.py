@@ -51,7 +51,7 @@ def test_micro_batches_change_nothing_but_rounding(micro, batches, step):
     parts, seen_in_parts = jax.jit(partial(train_step, c.replace(micro, micro_batches=2)))(state, batches[0])
     np.testing.assert_allclose(seen.loss, seen_in_parts.loss, rtol=1e-6)
     np.testing.assert_allclose(seen.grad_norm, seen_in_parts.grad_norm, rtol=1e-5)
-    np.testing.assert_array_equal(seen.load, seen_in_parts.load)
+    np.testing.assert_array_equal(seen.layers["load"], seen_in_parts.layers["load"])
     for a, b in zip(biases(whole), biases(parts)):
         np.testing.assert_array_equal(a, b)
 
@@ -64,8 +64,8 @@ def test_bias_moves_after_the_step_and_counts_from_the_next(micro, batches, step
     frozen = after._replace(weights=after.weights._replace(router=state.weights.router))
     _, with_new = step(after, batches[0])
     _, with_old = step(frozen, batches[0])
-    assert not np.array_equal(with_new.load, with_old.load)
-    assert int(first.load.sum()) == 2 * micro.tokens_per_step * micro.model.moe.active
+    assert not np.array_equal(with_new.layers["load"], with_old.layers["load"])
+    assert int(first.layers["load"].sum()) == 2 * micro.tokens_per_step * micro.model.moe.active
 
 
 def test_a_step_that_is_not_finite_changes_nothing(micro, batches, step):
