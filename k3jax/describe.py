@@ -7,6 +7,7 @@ python -m k3jax.describe nano --set model.moe.experts=32 --parameters
 from collections import Counter
 from collections.abc import Iterable
 
+import jax
 from absl import app, flags
 
 from k3jax import accounting, config_io, presets, sharding
@@ -15,6 +16,7 @@ from k3jax.config import ConfigError, ModelConfig
 from k3jax.config_optim import Optimizer
 from k3jax.model import attnres, layout
 from k3jax.run_config import TrainConfig
+from pallas_kernels import kda
 
 
 def describe(config: TrainConfig, *, show_parameters: bool = False) -> str:
@@ -23,6 +25,7 @@ def describe(config: TrainConfig, *, show_parameters: bool = False) -> str:
     parameters = accounting.parameters(model)
     sections = [
         _layers(model),
+        _kernels(config),
         _run(config),
         _counts(model),
         _flops(config),
@@ -70,6 +73,17 @@ def _layers(model: ModelConfig) -> list[str]:
         f"  residual   {model.residual}",
         f"  experts    {moe.active} of {moe.experts} active, {moe.shared} shared, {moe.balancer}",
         f"  compute    {model.dtype}, rematerialization: {model.remat}",
+    ]
+
+
+def _kernels(config: TrainConfig) -> list[str]:
+    """Which implementation of the KDA recurrence runs where, and why; the choice is made when a program is lowered."""
+    model = config.model
+    shape = (1, config.seq_len, model.kda.heads, model.kda.head_dim)
+    x = jax.ShapeDtypeStruct(shape, model.dtype)
+    choices = {platform: kda.describe(x, x, platform=platform) for platform in ("cpu", "gpu", "tpu")}
+    return ["KDA recurrence, by target of the program"] + [
+        f"  {platform:22}{choice.implementation}: {choice.reason}" for platform, choice in choices.items()
     ]
 
 

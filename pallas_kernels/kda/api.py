@@ -1,13 +1,15 @@
 """The public functions of Kimi Delta Attention."""
 
-from typing import Literal, get_args
+import functools
+from typing import Literal, NamedTuple, get_args
 
 import jax
 from absl import logging
 
+from pallas_kernels import target
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.chunked import kda_chunked
-from pallas_kernels.kda.mosaic_tpu import check_supported, kda_mosaic_tpu
+from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu, missing_support
 from pallas_kernels.kda.reference import kda_reference
 
 Implementation = Literal["reference", "chunked", "mosaic_tpu"]
@@ -59,8 +61,9 @@ def kda(
       initial_state: state that the first document of each row starts from, [B, H, K, V] float32 (float64 with float64
         inputs); with num_segments the state of every document, [B, num_segments, H, K, V]. None: zeros.
       num_segments: number N of documents per row, whose numbers are then 0 .. N - 1. Asks for one state per document.
-      implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu". None takes the
-        best one for the target that the program is lowered for.
+      implementation: "reference" (token recurrence), "chunked" (plain JAX, any device) or "mosaic_tpu" (fused kernels).
+        None takes the best one for the target that the program is lowered for, the TPU kernels where they take the
+        arrays as they are (`describe` tells). Which one it is is logged once per shape.
       chunk_size: tokens per chunk, 16, 32, 64 or 128. None takes what suits the implementation and K.
 
     Returns:
@@ -76,41 +79,62 @@ def kda(
     """
     arrays = (q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids)
     inputs.validate(*arrays, lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
-    chosen, reason = describe(q.shape, implementation=implementation)
-    logging.vlog(1, "kda %s: %s (%s)", q.shape, chosen, reason)
-    run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": _on_tpu}[chosen]
-    chunk_size = chunk_size or (32 if chosen == "chunked" and q.shape[-1] <= NARROW else 64)
-    return run(*arrays, lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
+    run = functools.partial(_run, lower_bound=lower_bound, num_segments=num_segments, chunk_size=chunk_size)
+    tpu = target.is_tpu()
+    known = implementation is not None or tpu is not None
+    on_tpu, elsewhere = (_choose(q, v, implementation, chunk_size, tpu if known else x) for x in (True, False))
+    title = f"kda of q {q.shape} and v {v.shape} {v.dtype}:"
+    if on_tpu.implementation == elsewhere.implementation:
+        _log(f"{title} {on_tpu.implementation}, {on_tpu.reason}")
+        return run(on_tpu.implementation, *arrays)
+    _log(f"{title} {on_tpu.implementation} if it is lowered for TPU, else {elsewhere.implementation}")
+    branches = dict(tpu=functools.partial(run, on_tpu.implementation))
+    return jax.lax.platform_dependent(*arrays, default=functools.partial(run, elsewhere.implementation), **branches)
 
 
-def describe(shape, *, implementation: Implementation | None = None, platform: str | None = None) -> tuple[str, str]:
-    """(name, reason) of the implementation that ``kda`` runs for q of this shape on a lowering target.
+class Choice(NamedTuple):
+    """An implementation of ``kda``, and why it is the one to run."""
+
+    implementation: Implementation
+    reason: str
+
+
+def describe(q, v, *, platform: str, implementation: Implementation | None = None, chunk_size=None) -> Choice:
+    """What ``kda`` runs for q and v (arrays or jax.ShapeDtypeStruct) in a program lowered for "cpu", "gpu" or "tpu".
 
     Raises:
       ValueError: implementation is not a known name.
-      NotImplementedError: the named implementation cannot run here.
+      NotImplementedError: the named implementation cannot run there.
     """
+    return _choose(q, v, implementation, chunk_size, platform == "tpu")
+
+
+def _choose(q, v, implementation, chunk_size, tpu: bool | None) -> Choice:
+    """The choice for a target that is a TPU, is none, or (None) is not known before the program is lowered."""
     if implementation is None:
-        short = shape[1] <= SHORT
-        return ("reference", f"{shape[1]} tokens") if short else ("chunked", "any target")
+        if q.shape[1] <= SHORT:
+            return Choice("reference", f"at most {SHORT} tokens")
+        if not tpu:
+            return Choice("chunked", "the target is no TPU")
+        missing = missing_support(q, v, chunk_size)
+        return Choice("chunked", missing) if missing else Choice("mosaic_tpu", "the target is a TPU")
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation must be one of {get_args(Implementation)} or None, got {implementation!r}")
-    if implementation == "mosaic_tpu" and platform not in (None, "tpu"):
-        raise NotImplementedError(f"kda: the TPU kernel cannot be lowered for {platform}; use 'chunked' or None")
-    return implementation, "named by the caller"
+    if implementation == "mosaic_tpu" and tpu is False:
+        raise NotImplementedError("kda: implementation='mosaic_tpu' runs on TPU, and the target is none; use None")
+    return Choice(implementation, "named by the caller")
 
 
-def _on_tpu(*arrays, **static):
-    """The fused TPU kernels; lowering them for another target raises NotImplementedError."""
-    q, k, v, *_ = arrays
-    check_supported(q, v, dtypes=(q.dtype, k.dtype, v.dtype), chunk_size=static["chunk_size"])
-    given = [x for x in arrays if x is not None]
+def _run(implementation, *arrays, chunk_size, **static):
+    run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": kda_mosaic_tpu}[implementation]
+    narrow = implementation == "chunked" and arrays[0].shape[-1] <= NARROW
+    return run(*arrays, chunk_size=chunk_size or (32 if narrow else 64), **static)
 
-    def run(*given):
-        rest = iter(given)
-        return kda_mosaic_tpu(*(None if x is None else next(rest) for x in arrays), **static)
 
-    return jax.lax.platform_dependent(*given, tpu=run)
+@functools.cache
+def _log(line):
+    """Each line once, however often a program is traced."""
+    logging.info(line)
 
 
 def kda_step(q, k, v, gate, beta, state, *, A_log, dt_bias, lower_bound=-5.0):

@@ -108,9 +108,7 @@ def documents(segment_ids) -> Documents | None:
     return Documents(ids=jnp.maximum(jax.lax.cummax(ids, axis=1), first), valid=valid)
 
 
-def validate(
-    q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, *, lower_bound, num_segments, chunk_size
-):
+def validate(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, *, lower_bound, num_segments, chunk_size):
     """Raises ValueError or TypeError, with the numbers at fault, for anything `kda` does not define."""
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got shape {q.shape}")

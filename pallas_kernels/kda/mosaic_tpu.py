@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import target
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.mosaic_tpu_backward import backward
 from pallas_kernels.kda.mosaic_tpu_forward import forward
 from pallas_kernels.kda.mosaic_tpu_math import Plan
+
+LANES = 64  # widths are multiples of this
+MAX_WIDTH = 256
+CHUNKS = (32, 64)
 
 
 class Steps(NamedTuple):
@@ -39,22 +44,26 @@ def kda_mosaic_tpu(
 ):
     """The fused kernels over whole sequences; arguments as ``pallas_kernels.kda.kda``, whose checks have passed.
 
-    Products take bfloat16 operands when q, k and v are bfloat16, else float32. interpret: as for ``pl.pallas_call``.
+    Products take bfloat16 operands when q, k and v are bfloat16, else float32. Widths that are no multiple of 64 are
+    padded with zeros, heads to whole groups. interpret: as for ``pl.pallas_call``.
 
     Raises:
-      NotImplementedError: widths or dtypes that the kernels do not take.
+      NotImplementedError: widths or dtypes that the kernels do not take or, on lowering, a target that is no TPU.
     """
-    check_supported(q, v, dtypes=(q.dtype, k.dtype, v.dtype), chunk_size=chunk_size)
+    check_supported((q, k, v, gate, beta), chunk_size=chunk_size)
     B, T, H, K = q.shape
     N, V = num_segments or 1, v.shape[-1]
-    group, padded = head_groups(H)
+    group, heads = head_groups(H)
+    key, value = (-(-width // LANES) * LANES for width in (K, V))
     low = all(x.dtype == jnp.bfloat16 for x in (q, k, v))
     steps = grid_steps(segment_ids, (B, T), chunk_size, num_segments)
+    if not interpret:
+        steps = steps._replace(chunk=target.only_on_tpu(steps.chunk, name="kda, implementation='mosaic_tpu',"))
     plan = Plan(
         heads=group,
         chunk=chunk_size,
-        key=K,
-        value=V,
+        key=key,
+        value=value,
         dtype=jnp.bfloat16 if low else jnp.float32,
         lower_bound=lower_bound,
         documents=steps.documents is not None,
@@ -63,23 +72,37 @@ def kda_mosaic_tpu(
     )
     if initial_state is None:
         initial_state = jnp.zeros(inputs.state_shape(q, v, num_segments), jnp.float32)
-    initial = pad_axis(initial_state.reshape(B, N, H, K, V).swapaxes(3, 4), 2, padded)
-    tokens = [pad_axis(x, 2, padded) for x in (q, k, v, gate, beta)]
-    parameters = [pad_axis(x.astype(jnp.float32), 0, padded) for x in (A_log, dt_bias)]
+    initial = pad(initial_state.reshape(B, N, H, K, V).swapaxes(3, 4), (B, N, heads, value, key))
+    widths = (key,), (key,), (value,), (key,), ()
+    tokens = [pad(x, (B, T, heads, *width)) for x, width in zip((q, k, v, gate, beta), widths)]
+    parameters = [pad(A_log.astype(jnp.float32), (heads,)), pad(dt_bias.astype(jnp.float32), (heads, key))]
     o, final = _kda(plan, interpret, tokens, parameters, initial, steps)
-    return o[:, :, :H], final[:, :, :H].swapaxes(3, 4).reshape(inputs.state_shape(q, v, num_segments))
+    final = final[:, :, :H, :V, :K].swapaxes(3, 4)
+    return o[:, :, :H, :V], final.reshape(inputs.state_shape(q, v, num_segments))
 
 
-def check_supported(q, v, *, dtypes, chunk_size):
-    """Raises NotImplementedError with the reason when the kernels do not take these arrays."""
-    if any(width % 64 or width > 256 for width in (q.shape[-1], v.shape[-1])):
-        raise NotImplementedError(
-            f"the TPU kernel takes widths that are multiples of 64 up to 256, got K={q.shape[-1]}, V={v.shape[-1]}"
-        )
-    if jnp.float64 in dtypes:
+def missing_support(q, v, chunk_size) -> str:
+    """Why the kernels are not taken for these arrays unless they are named; empty if they are."""
+    widths = q.shape[-1], v.shape[-1]
+    if any(width % LANES or width > MAX_WIDTH for width in widths):
+        return f"the TPU kernel takes multiples of {LANES} up to {MAX_WIDTH}, K={widths[0]}, V={widths[1]} are not"
+    if jnp.float64 in (q.dtype, v.dtype):
+        return "the TPU kernel takes no float64"
+    if chunk_size not in (None, *CHUNKS):
+        return f"the TPU kernel takes chunks of {CHUNKS} tokens, chunk_size={chunk_size} is not among them"
+    axes = target.axes_outside_shard_map()
+    return f"the compiler cannot split a kernel over mesh axes {axes}; call kda inside jax.shard_map" if axes else ""
+
+
+def check_supported(tokens, *, chunk_size):
+    """Raises NotImplementedError with the reason when the kernels cannot run on q, k, v, gate, beta."""
+    widths = tokens[0].shape[-1], tokens[2].shape[-1]
+    if max(widths) > MAX_WIDTH:
+        raise NotImplementedError(f"the TPU kernel takes widths up to {MAX_WIDTH}, got K={widths[0]}, V={widths[1]}")
+    if any(x.dtype == jnp.float64 for x in tokens):
         raise NotImplementedError("the TPU kernel takes bfloat16 or float32, got float64")
-    if chunk_size not in (32, 64):
-        raise NotImplementedError(f"the TPU kernel takes chunks of 32 or 64 tokens, got chunk_size={chunk_size}")
+    if chunk_size not in CHUNKS:
+        raise NotImplementedError(f"the TPU kernel takes chunks of {CHUNKS} tokens, got chunk_size={chunk_size}")
 
 
 def head_groups(H):
@@ -90,9 +113,10 @@ def head_groups(H):
     return (16 if padded % 16 == 0 else 8), padded
 
 
-def pad_axis(x, axis, size):
-    missing = size - x.shape[axis]
-    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else x
+def pad(x, shape):
+    """x with zeros behind it along every axis."""
+    missing = [(0, size - now) for size, now in zip(shape, x.shape)]
+    return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
 def grid_steps(segment_ids, shape_BT, C, num_segments) -> Steps:

@@ -61,10 +61,86 @@ def test_padded_inputs_of_decay_parameters_are_not_broadcast():
         call(A_log=jnp.ones(8))
 
 
-def test_chooses_by_length_and_target():
-    assert describe((1, 1, 2, 16))[0] == "reference"
-    assert describe((1, 512, 2, 16), platform="cpu")[0] == "chunked"
-    assert describe((1, 512, 2, 16), implementation="reference")[0] == "reference"
+@pytest.mark.parametrize(
+    "T, K, options, platform, name, reason",
+    (
+        (1, 64, {}, "tpu", "reference", "at most 4 tokens"),
+        (512, 64, {}, "cpu", "chunked", "no TPU"),
+        (512, 64, {}, "gpu", "chunked", "no TPU"),
+        (512, 128, {}, "tpu", "mosaic_tpu", "is a TPU"),
+        (512, 100, {}, "tpu", "chunked", "K=100, V=100"),
+        (512, 320, {}, "tpu", "chunked", "up to 256"),
+        (512, 64, {"chunk_size": 16}, "tpu", "chunked", "chunk_size=16"),
+        (512, 100, {"implementation": "mosaic_tpu"}, "tpu", "mosaic_tpu", "named"),
+        (512, 64, {"implementation": "reference"}, "cpu", "reference", "named"),
+    ),
+)
+def test_chooses_by_length_width_and_target(T, K, options, platform, name, reason):
+    x = jax.ShapeDtypeStruct((1, T, 2, K), jnp.float32)
+    choice = describe(x, x, platform=platform, **options)
+    assert choice.implementation == name and reason in choice.reason
+
+
+WIDE = make_inputs(3, B=1, T=70, H=2, K=64, V=64)
+
+
+def run_wide(implementation=None):
+    inputs = dict(WIDE)
+    tokens = [inputs.pop(name) for name in ("q", "k", "v", "gate", "beta")]
+    return kda(*tokens, **inputs, implementation=implementation)
+
+
+def test_follows_the_lowering_where_no_mesh_tells_the_target():
+    """The program holds both implementations, and the one for this machine gives the same bits as when it is named."""
+    program = str(jax.make_jaxpr(run_wide)())
+    assert "platform_index" in program and "pallas_call" in program
+    for a, b in zip(jax.jit(run_wide)(), jax.jit(lambda: run_wide("chunked"))()):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind, platform", (("cpu", "cpu"), ("TPU v5", "tpu")))
+def test_follows_the_mesh_in_scope(kind, platform):
+    device = jax.sharding.AbstractDevice(kind, None, platform)
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(run_wide)())
+    assert ("pallas_call" in program) == (platform == "tpu") and "platform_index" not in program
+
+
+@pytest.mark.parametrize("devices, kind", ((4, jax.sharding.AxisType.Auto), (1, jax.sharding.AxisType.Explicit)))
+def test_leaves_arrays_that_the_compiler_splits_to_the_compiler(devices, kind):
+    device = jax.sharding.AbstractDevice("TPU v5", None, "tpu")
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",), (kind,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        choice = describe(WIDE["q"], WIDE["v"], platform="tpu")
+    assert choice.implementation == "chunked" and "inside jax.shard_map" in choice.reason
+
+
+def test_refuses_a_named_kernel_on_another_target():
+    """Where the mesh tells at once, else when the program is lowered."""
+    with pytest.raises(NotImplementedError, match="runs on TPU, and this program is being lowered for cpu"):
+        jax.jit(lambda: run_wide("mosaic_tpu"))()
+    with pytest.raises(NotImplementedError, match="runs on TPU, and the target is none"):
+        describe(WIDE["q"], WIDE["v"], platform="cpu", implementation="mosaic_tpu")
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))), pytest.raises(NotImplementedError, match="the target is none"):
+        run_wide("mosaic_tpu")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        ({"shape": (1, 2, 2, 320)}, "widths up to 256, got K=320, V=320"),
+        ({"chunk_size": 16}, "chunk_size=16"),
+        ({"dtype": jnp.float64}, "got float64"),
+    ),
+)
+def test_the_tpu_kernel_names_what_it_cannot_take(changes, message):
+    options = {"shape": (1, 2, 2, 64), "dtype": jnp.float32, "chunk_size": 64} | changes
+    x = jnp.ones(options["shape"]).astype(jnp.float32)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=message):
+        x = x.astype(options["dtype"])
+        rest = dict(A_log=x[0, 0, :, 0], dt_bias=x[0, 0], implementation="mosaic_tpu", chunk_size=options["chunk_size"])
+        kda(x, x, x, x, x[..., 0], **rest)
 
 
 def test_steps_equal_the_sequence():
