@@ -1,14 +1,13 @@
 """Everything that decides a training run: model, optimizer, data and the numbers of the loop."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from k3jax.config import ModelConfig, require, require_choice, require_positive
-from k3jax.config_data import Source
+from k3jax.config_data import Bytes, Packing, Source, Stream, Tokenizer, reads_text
 from k3jax.config_optim import Optimizer
 from k3jax.data import ByteTokenizer
-
 
 SpikeAction = Literal["skip", "stop"]
 
@@ -87,6 +86,7 @@ class TrainConfig:
     Attributes:
       model, optimizer, data: the parts.
       seq_len: tokens of a row.
+      tokenizer, packing: how text becomes tokens, and documents become rows.
       batch: rows of an optimizer step, over all devices and micro-batches.
       steps: optimizer steps of the whole run; the learning rate schedule spans them.
       micro_batches: equal parts that the rows of a step are split into, one after the other, to save memory.
@@ -113,6 +113,8 @@ class TrainConfig:
     seq_len: int
     batch: int
     steps: int
+    tokenizer: Tokenizer = field(default=Bytes())
+    packing: Packing = field(default=Stream())
     micro_batches: int = 1
     seed: int = 0
     log_every: int = 10
@@ -134,17 +136,16 @@ class TrainConfig:
         if self.eval_bytes is not None:
             require_positive(self, "eval_bytes")
         _require_division("TrainConfig", self)
-        require(
-            self.max_skipped >= 0, f"TrainConfig.max_skipped = {self.max_skipped}, but it must not be negative"
-        )
+        require(self.max_skipped >= 0, f"TrainConfig.max_skipped = {self.max_skipped}, but it must not be negative")
         self._check_stages()
         require(0 <= self.seed < 2**32, f"TrainConfig.seed = {self.seed}, but it must lie in 0..2**32-1")
         require(self.z_loss >= 0, f"TrainConfig.z_loss = {self.z_loss}, but it must not be negative")
         require(
             self.sample_tokens >= 0, f"TrainConfig.sample_tokens = {self.sample_tokens}, but it must not be negative"
         )
+        bytes_read = isinstance(self.tokenizer, Bytes) and reads_text(self.data)
         require(
-            self.model.vocab >= ByteTokenizer.size,
+            self.model.vocab >= ByteTokenizer.size or not bytes_read,
             f"TrainConfig.model.vocab = {self.model.vocab}, but the byte tokenizer has {ByteTokenizer.size} tokens",
         )
 

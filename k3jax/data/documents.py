@@ -63,3 +63,49 @@ def part_bytes(length, size, start, stop):
     """
     text = np.maximum(length - 1, 1)
     return size * np.minimum(stop, length - 1) // text - size * np.minimum(start, length - 1) // text
+
+
+def read_text_part(read, length: int, size: int, start: int, stop: int, bos: int, eos: int) -> Document:
+    """Positions ``start`` to ``stop`` of a text document of ``length`` positions and ``size`` bytes.
+
+    ``read(low, high)`` gives its tokens from ``low`` to ``high``, without BOS and EOS.
+    """
+    framed = np.empty(stop - start + 1, np.int32)  # BOS, the tokens, EOS: from start to stop, the latter included
+    low, high = max(start, 1), min(stop + 1, length)
+    if low < high:
+        framed[low - start : high - start] = read(low - 1, high - 1)
+    if start == 0:
+        framed[0] = bos
+    if stop == length:
+        framed[-1] = eos
+    weights = np.ones(stop - start, np.float32)
+    return Document(framed[:-1], framed[1:], weights, int(part_bytes(length, size, start, stop)))
+
+
+class TokenDocuments:
+    """Text documents in memory: document i is tokens[starts[i] : starts[i + 1]] between BOS and EOS."""
+
+    def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, sizes, titles, *, bos: int, eos: int):
+        self.name = name
+        self.lengths = np.diff(starts) + 1
+        self.bytes = np.asarray(sizes, np.int64)
+        self.bos, self.eos = bos, eos
+        self._tokens, self._starts, self._titles = tokens, starts, titles
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def title(self, index: int) -> str:
+        return self._titles[index]
+
+    def __getitem__(self, index: int) -> Document:
+        return self.part(index, 0, int(self.lengths[index]))
+
+    def part(self, index: int, start: int, stop: int) -> Document:
+        origin = int(self._starts[index])
+
+        def read(low: int, high: int) -> np.ndarray:
+            return self._tokens[origin + low : origin + high]
+
+        size = int(self.bytes[index])
+        return read_text_part(read, int(self.lengths[index]), size, start, stop, self.bos, self.eos)

@@ -11,7 +11,7 @@ from k3jax import config as c
 from k3jax import presets
 from k3jax import step as step_module
 from k3jax.config_optim import QKClip
-from k3jax.data import ByteTokenizer, load_corpus, train_batches
+from k3jax.data.load import load_data
 from k3jax.model import layout, weights
 from k3jax.model.block import LayerReport
 from k3jax.model.transformer import by_layer
@@ -20,10 +20,8 @@ from k3jax.step import eval_step, init_state, lower_train_step, train_step
 
 @pytest.fixture(scope="module")
 def batches(micro):
-    corpus = load_corpus(micro.data)
-    return train_batches(
-        corpus.train, length=micro.seq_len, batch=micro.batch, seed=micro.seed, tokenizer=ByteTokenizer()
-    )
+    data = load_data(micro.data, vocab=micro.model.vocab)
+    return data.batches(length=micro.seq_len, batch=micro.batch, seed=micro.seed)
 
 
 @pytest.fixture(scope="module")
