@@ -20,6 +20,13 @@ class LossStats(NamedTuple):
     z_square: jax.Array  # sum of weight * logsumexp ** 2
 
 
+class TokenScores(NamedTuple):
+    """What the model makes of each token, [B, T]."""
+
+    nats: jax.Array  # float32 cross-entropy of the target
+    best: jax.Array  # int32, the token with the largest logit
+
+
 def cross_entropy(hidden_BTD, head_DW, targets_BT, weights_BT, *, z_loss: float = 0.0):
     """The readable twin of `chunked_cross_entropy`: all logits at once, in float32."""
     logits_BTW = jnp.einsum("btd,dw->btw", hidden_BTD, head_DW, preferred_element_type=jnp.float32)
@@ -71,6 +78,20 @@ def chunked_cross_entropy(
     chunk = min(chunk, max(targets_BT.shape[1], 1))
     loss, stats = _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT.astype(jnp.float32))
     return loss, jax.lax.stop_gradient(stats)
+
+
+def token_scores(hidden_BTD, head_DW, targets_BT, *, chunk: int) -> TokenScores:
+    """As `chunked_cross_entropy`, token by token and without a gradient: the same logits, `chunk` positions at a time."""
+    _check(hidden_BTD, head_DW, targets_BT, targets_BT, chunk, 0.0)
+    head, (batch, length) = head_DW.astype(hidden_BTD.dtype), targets_BT.shape
+    chunk = min(chunk, max(length, 1))
+
+    def one(piece):
+        logits, _, _, nats, _ = _piece_loss(head, piece, 0.0)
+        return TokenScores(nats, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+    pieces = _split(chunk, hidden_BTD, targets_BT, jnp.ones((batch, length), jnp.float32))
+    return jax.tree.map(lambda x: _join(x, length), jax.lax.map(one, pieces))
 
 
 def _check(hidden_BTD, head_DW, targets_BT, weights_BT, chunk, z_loss):

@@ -23,7 +23,7 @@ Cell = dict[str, int | float]
 class Example(NamedTuple):
     """A document, its cell, and for every position with a weight where its answer stands in the inputs.
 
-    sources: [n] int32; -1 where the weight is 0, or where the answer is no token of the inputs.
+    sources: [n] int32; -1 where the weight is 0. The answer of a permutation depends on all tokens: on those from 0 on.
     """
 
     document: Document
@@ -34,12 +34,14 @@ class Example(NamedTuple):
 class TaskDocuments:
     """The examples of one split of a task, a source of documents (:class:`k3jax.data.documents.Documents`).
 
-    Example i has the cell i modulo their number: every cell is met as often.
+    Example i has the cell i modulo their number: every cell is met as often. ``count`` is how many there are, by default
+    the share of the split; example i is the same whatever the count.
     """
 
-    def __init__(self, task: Task, split: Split, *, seed: int = 0):
-        held_out = max(1, round(task.examples * task.held_out))
-        count = {"train": max(1, task.examples - held_out), "held_out": held_out}[split]
+    def __init__(self, task: Task, split: Split, *, seed: int = 0, count: int | None = None):
+        if count is None:
+            held_out = max(1, round(task.examples * task.held_out))
+            count = {"train": max(1, task.examples - held_out), "held_out": held_out}[split]
         what = {name: value for name, value in config_io.to_dict(task).items() if name not in ("examples", "held_out")}
         self.name = type(task).__name__
         self.task = task
@@ -62,10 +64,6 @@ class TaskDocuments:
         """Example ``index``; negative numbers and those beyond the end raise IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: example {index} of {len(self)}")
-        return self.beyond(index)
-
-    def beyond(self, index: int) -> Example:
-        """Example ``index`` from 0 on, also behind the last one of the split: the sequence has no end of its own."""
         cell = self.cells[index % len(self.cells)]
         inputs, targets, weights, sources = _MAKE[type(self.task)](self.task, cell, _Noise(f"{self._key}{index}"))
         return Example(Document(inputs, targets, weights, 0), cell, sources)
@@ -213,7 +211,7 @@ def _permutations(task: PermutationTracking, cell: Cell, noise: _Noise):
     while span < length:
         product[span:] = table[product[span:], product[:-span]]
         span *= 2
-    return inputs, product, np.ones(length, np.float32), np.full(length, -1, np.int32)
+    return inputs, product, np.ones(length, np.float32), np.zeros(length, np.int32)
 
 
 @lru_cache
