@@ -1,14 +1,38 @@
 """Metrics as JSON lines: one object per line in `metrics.jsonl`, appended as the run goes.
 
-Two kinds of line. Every `train` field but `step`, `kind`, `loss` and `seconds` may be left out:
+Every line has "step" (int, the last step it includes), "kind", "unix" (seconds since 1970 when it was made) and "clock"
+(seconds of wall time of the whole run so far by class, restarts included: `k3jax.telemetry.clock`). All other fields
+may be left out, except the loss of a `train` line. Numbers that are not finite are written as null.
 
-    {"step": int, "kind": "train", "loss": nats per token, "bits_per_byte": float, "grad_norm": float,
-     "update_rms": {role: float}, "lr": float, "tokens_per_second": float,
-     "balance": {"max_over_mean": [one per MoE layer], "dead_share": [one per MoE layer]},
-     "seconds": wall-clock seconds since the start}
-    {"step": int, "kind": "eval", "bits_per_byte": float, "bytes": int}
+`train`, at most one a step:
 
-Numbers that are not finite are written as null, because JSON has no other word for them.
+    loss                  nats per predicted token
+    bits_per_token        the same in bits
+    bits_per_byte         of the predicted bytes, where the data says how many they are; EOS is charged, not counted
+    accuracy              share of the tokens predicted with the largest logit
+    lr, grad_norm         base learning rate; norm of the whole gradient before clipping
+    grad_norm_by_role     {role: norm}, before clipping
+    param_norm_by_role    {role: norm}, after the step
+    update_rms            {role: RMS of what the step added}
+    tokens_per_second     over the steps since the line before, evaluations and checkpoints left out
+    mfu                   model FLOP utilization over the same steps (`k3jax.telemetry.line`)
+    step_seconds          {"data", "device", "host"}: mean seconds of those steps that the loop waited for data, waited
+                          for the device, and did other things; they add up to a step
+    goodput               share of "clock" in useful steps
+    memory                {"bytes", "peak_bytes", "limit_bytes", "of": "device" or "process"}
+    seconds               of wall time since the first start of the run
+    balance               {"max_over_mean", "dead_share", "margin", "bias_drift"}: [one per MoE layer]
+    max_attention_logit   [one per MLA layer]
+    kda                   {"log_decay_mean", "log_decay_min", "log_decay_max", "state_norm"}: [one per KDA layer]
+    depth_weights         {"mixer", "ffn"}: [one per layer] of [one per source], the running sum last
+
+`eval`:
+
+    bits_per_byte, bytes  on held-out text, and how many bytes that was; other fields as the evaluation has them
+
+`event`, what the run did or decided:
+
+    event                 "start", "resume", "skipped", "stopped" and the like; other fields as it has them
 """
 
 import errno
@@ -16,8 +40,12 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+
+KINDS = ("train", "eval", "event")
 
 
 class MetricsWriter:
@@ -25,14 +53,13 @@ class MetricsWriter:
     one cut line, at the end.
 
     With `resume_step`, lines of later steps and a cut last line are removed first, so that a resumed run leaves the
-    file that an uninterrupted one would have left. Without it, an existing file is an error.
+    steps that an uninterrupted one would have left. Without it, an existing file is an error.
     """
 
     def __init__(self, path: str | os.PathLike, *, resume_step: int | None = None):
         self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():
-            kept = [line for line in read_metrics(self._path) if line["step"] <= resume_step]
-            _replace(self._path, "".join(_encode(line) for line in kept))
+            _keep(self._path, lambda line: line["step"] <= resume_step)
         elif self._path.exists():
             raise FileExistsError(f"{self._path} exists already; resume the run or choose another folder")
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -42,8 +69,8 @@ class MetricsWriter:
 
         Raises ValueError for a line without an integer `step` and a `kind`, which readers rely on.
         """
-        if not isinstance(line.get("step"), int) or line.get("kind") not in ("train", "eval"):
-            raise ValueError(f"a metrics line needs an integer step and kind 'train' or 'eval', got {line}")
+        if not isinstance(line.get("step"), int) or line.get("kind") not in ("train", "eval", "event"):
+            raise ValueError(f"a metrics line needs an integer step and kind train, eval or event, got {line}")
         data = _encode(line).encode()
         if os.write(self._descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, "no space left for a whole metrics line", str(self._path))
@@ -67,43 +94,56 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
     Raises FileNotFoundError when there is no file, ValueError naming the line when one before the last is damaged.
     """
-    lines = pathlib.Path(path).read_bytes().split(b"\n")
-    found = []
-    for number, text in enumerate(lines, start=1):
-        try:
-            line = json.loads(text)
-            if not isinstance(line, dict) or not isinstance(line.get("step"), int) or "kind" not in line:
-                raise ValueError("not an object with step and kind")
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-        found.append(line)
-    return found
+    return list(iterate_metrics(path))
 
 
-def _encode(line: dict) -> str:
-    return json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n"
+def iterate_metrics(path: str | os.PathLike) -> Iterator[dict]:
+    """The lines of :func:`read_metrics` one by one, for files larger than memory."""
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                line = json.loads(text)
+                if not isinstance(line, dict) or not isinstance(line.get("step"), int) or "kind" not in line:
+                    raise ValueError("not an object with step and kind")
+            except ValueError as error:
+                if not text.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+            yield line
 
 
-def _plain(value):
-    """Python numbers, strings, lists and dicts, with null for what is not finite."""
+def plain(value: Any) -> Any:
+    """Python numbers, strings, lists and dicts, with null for what is not finite; of float32 arrays seven digits."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, (bool, int, str)) or value is None:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return _plain(np.asarray(value).tolist())
+    array = np.asarray(value)
+    if array.ndim and array.dtype == np.float32:
+        return _digits(array.tolist())
+    return plain(array.tolist())
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes the whole file beside the old one, then renames, so that a crash leaves one of the two."""
+def _digits(value: Any) -> Any:
+    """Nested lists of float32 numbers with the digits that they have, and no more."""
+    if isinstance(value, list):
+        return [_digits(item) for item in value]
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def _encode(line: dict) -> str:
+    return json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _keep(path: pathlib.Path, wanted: Callable[[dict], bool]) -> None:
+    """Rewrites the file with the lines wanted, beside the old one, then renames: a crash leaves one of the two."""
     fresh = path.with_name(path.name + ".new")
     with open(fresh, "w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines(_encode(line) for line in iterate_metrics(path) if wanted(line))
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, path)
