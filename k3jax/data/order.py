@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 
 import grain
+import numpy as np
+from absl import flags
 
 from k3jax.data.packing import Batch, PackedRows, PackingReport, local_rows, stack
 
@@ -96,13 +98,17 @@ class Batches:
         """
         ahead = grain.MapDataset.source(self)[start : len(self) if count is None else start + count]
         if workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # Grain asks for its flags, which only programs of absl have parsed
             in_worker = ahead.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
             processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer)
             made = iter(in_worker.mp_prefetch(processes))
         else:
             made = iter(ahead.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)))
         try:
-            yield from made
+            for batch in made:
+                # Copied, because what a worker made lies in shared memory that goes away with the worker.
+                yield Batch(*(np.array(field) for field in batch)) if workers else batch
         finally:
             made.close()
 

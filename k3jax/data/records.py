@@ -2,7 +2,8 @@
 
 A folder holds, for each split: ``SPLIT-00000.array_record`` and so on, whose records are runs of at most CHUNK tokens
 of one document, in the smallest integers that hold them; ``SPLIT.index.npy``, int64 [N, 3], tokens, bytes of text and
-key (the order of held-out documents) of each document; ``SPLIT.names.txt``, a name a line, only read for messages.
+key (the order of held-out documents) of each document; ``SPLIT.names.txt``, a name a line with escapes, only read for
+messages.
 ``manifest.json`` has the source, the tokenizer, counts, and the size and digest of every file.
 """
 
@@ -123,8 +124,8 @@ class RecordDocuments:
         return {**self.__dict__, "_readers": {}}
 
     def title(self, index: int) -> str:
-        names = self._names.read_text(encoding="utf-8").splitlines()
-        return names[self._order[index]]
+        names = self._names.read_bytes().splitlines()
+        return names[self._order[index]].decode("unicode_escape")
 
     def __getitem__(self, index: int) -> Document:
         return self.part(index, 0, int(self.lengths[index]))
