@@ -69,7 +69,7 @@ class MetricsWriter:
 
         Raises ValueError for a line without an integer `step` and a `kind`, which readers rely on.
         """
-        if not isinstance(line.get("step"), int) or line.get("kind") not in ("train", "eval", "event"):
+        if not isinstance(line.get("step"), int) or line.get("kind") not in KINDS:
             raise ValueError(f"a metrics line needs an integer step and kind train, eval or event, got {line}")
         data = _encode(line).encode()
         if os.write(self._descriptor, data) != len(data):
