@@ -72,17 +72,23 @@ def generate(
     return rows
 
 
-def stream(model, weights_, prompts, *, max_new: int, sampling: Sampling) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The new tokens [B] and the float32 logits [B, W] that chose them, step by step; arguments as for generate."""
+def stream(
+    model, weights_, prompts, *, max_new: int, sampling: Sampling, pad_to: int = 1
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The new tokens [B] and the float32 logits [B, W] that chose them, step by step; arguments as for generate.
+
+    Rows are padded to a multiple of ``pad_to`` tokens: a larger one means fewer shapes to compile for.
+    """
     _check(model, prompts, max_new)
     if max_new == 0:
         return
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.zeros((len(prompts), lengths.max()), np.int32)
+    width = -(-int(lengths.max()) // pad_to) * pad_to
+    padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
     keys = _row_keys(prompts, sampling.seed)
-    state = init_decode_state(model, len(prompts), int(lengths.max()) + max_new)
+    state = init_decode_state(model, len(prompts), width + max_new)
     logits, state = _extend(model, weights_, padded, state, lengths)
     for step in range(max_new):
         tokens = _draw(sampling.temperature, sampling.top_p, logits, keys, step)
