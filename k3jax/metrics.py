@@ -8,7 +8,7 @@ may be left out, except the loss of a `train` line. Numbers that are not finite 
 
     loss                  nats per predicted token
     bits_per_token        the same in bits
-    bits_per_byte         of the predicted bytes, where the data says how many they are; EOS is charged, not counted
+    bits_per_byte         the same over the mean bytes per token of the training text; EOS is charged, and has no byte
     accuracy              share of the tokens predicted with the largest logit
     lr, grad_norm         base learning rate; norm of the whole gradient before clipping
     grad_norm_by_role     {role: norm}, before clipping

@@ -11,7 +11,6 @@ import psutil
 
 from k3jax import accounting
 from k3jax.config import ModelConfig
-from k3jax.data import Batch
 from k3jax.step import StepMetrics
 from k3jax.telemetry.clock import Clock, Pace, goodput
 
@@ -35,7 +34,7 @@ def train_line(
       tokens_per_step: tokens of a step over all devices, padding included.
       flops_per_token: :func:`model_flops_per_token`.
       peak_flops: operations per second of all devices together, or None.
-      bytes_per_token: predicted bytes per predicted token of the step's batch, where they are known.
+      bytes_per_token: of the training text, EOS being a token without a byte; None where it is no text.
     """
     seen = jax.device_get(seen)
     totals, pace = clock.totals(), clock.pace()
@@ -105,17 +104,6 @@ def memory() -> dict[str, Any]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"of": "process", "bytes": psutil.Process().memory_info().rss, "peak_bytes": peak}
-
-
-def bytes_per_token(batch: Batch, token_bytes_W: np.ndarray) -> float | None:
-    """Predicted bytes per predicted token of a batch on the host; None for a batch of padding.
-
-    Args:
-      token_bytes_W: bytes that each token stands for, zero for EOS: it is charged to the bytes of its document.
-    """
-    counted_BT = batch.weights_BT > 0
-    tokens = int(counted_BT.sum())
-    return float(token_bytes_W[batch.targets_BT[counted_BT]].sum()) / tokens if tokens else None
 
 
 def _mean(pace: Pace) -> dict[str, float] | None:
