@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 
 def init(spikes: SpikeGuard | None) -> GuardState:
     """Nothing remembered."""
-    zero = jnp.zeros((), jnp.int32)
-    return GuardState(jnp.full(1 if spikes is None else spikes.window, jnp.nan), zero, zero, zero)
+    losses = jnp.full(1 if spikes is None else spikes.window, jnp.nan)
+    return GuardState(losses, *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
 
 def judge(

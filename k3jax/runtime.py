@@ -13,6 +13,8 @@ import psutil
 from absl import app, logging
 from jax.experimental import multihost_utils
 
+from k3jax.config import ConfigError
+
 CACHE_VARIABLE = "K3JAX_CACHE"
 
 
@@ -37,19 +39,19 @@ def join_processes(coordinator: str | None, processes: int, process: int, *, tim
       timeout: seconds to wait for all of them.
 
     Raises:
-      ValueError: the numbers do not fit together.
-      RuntimeError: not all processes came in time; the message says which one this is and whom it waited for.
+      ConfigError: the numbers do not fit together.
+      ConnectionError: not all processes came in time; the message says which one this is and whom it waited for.
     """
     if processes == 1 and coordinator is None:
         return
     if coordinator is None or ":" not in coordinator:
-        raise ValueError(f"--processes={processes} needs --coordinator=HOST:PORT of process 0, got {coordinator!r}")
+        raise ConfigError(f"--processes={processes} needs --coordinator=HOST:PORT of process 0, got {coordinator!r}")
     if not 0 <= process < processes:
-        raise ValueError(f"--process={process}, but it must lie in 0..{processes - 1}")
+        raise ConfigError(f"--process={process}, but it must lie in 0..{processes - 1}")
     try:
         jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
     except Exception as error:
-        raise RuntimeError(
+        raise ConnectionError(
             f"process {process} waited {timeout} s for {processes} processes at {coordinator}, and not all came: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error

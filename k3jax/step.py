@@ -127,17 +127,19 @@ def _gradients(config: TrainConfig, state: TrainState, batch: Batch):
 def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """One optimizer step on the global batch.
 
-    The new router bias comes from this batch and counts from the next one on. When the loss or the gradient is not
-    finite, only the step number moves.
+    The new router bias comes from this batch and counts from the next one on. When the guards refuse the step, only the
+    step number and what they remember move; once they have halted the run, nothing does.
     """
-    grads, loss, stats, reports = _gradients(config, state, batch)
+    grads, objective, stats, reports = _gradients(config, state, batch)
     meta = weights.structure(config.model).meta
     grad_norms = observe.norms_by_role(grads, meta)
     grad_norm = optax.tree.norm(grad_norms)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    kept, rms = jax.lax.cond(finite, partial(_apply, config), partial(_skip, config), state, grads, reports)
+    loss = stats.nats / jnp.maximum(stats.weight, 1)
+    finite = jnp.isfinite(objective) & jnp.isfinite(grad_norm)
+    verdict, guards = guard.judge(state.guard, loss, finite, spikes=config.spikes, max_skipped=config.max_skipped)
+    kept, rms = jax.lax.cond(verdict.apply, partial(_apply, config), partial(_skip, config), state, grads, reports)
     metrics = StepMetrics(
-        loss=stats.nats / jnp.maximum(stats.weight, 1),
+        loss=loss,
         weight=stats.weight,
         accuracy=stats.correct / jnp.maximum(stats.weight, 1),
         grad_norm=grad_norm,

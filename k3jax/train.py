@@ -2,200 +2,202 @@
 
     python -m k3jax.train --config nano --run runs/nano
     python -m k3jax.train --config nano --run runs/wide --set model.dim=192 --set optimizer.schedule.peak=0.01
+    python -m k3jax.train --config nano --run runs/nano --mesh data=8
 
-The same command with the same run folder goes on where the last checkpoint stands.
+The same command with the same run folder goes on where the last checkpoint stands. Exit codes: `k3jax.exits`.
 """
 
-import json
-import math
+import contextlib
+import dataclasses
+import functools
 import pathlib
 import sys
 import time
-from functools import partial
 
 import jax
-import numpy as np
 from absl import app, flags
+from jax.sharding import Mesh
 
-from k3jax import accounting, config_io, diagnose, presets, report, runtime, sampling
-from k3jax.checkpoint import CheckpointError, Checkpoints
+from k3jax import accounting, config_io, peak, placement, presets, report, runtime, sampling
+from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError
 from k3jax.config import ConfigError
-from k3jax.data import ByteTokenizer, HeldOutBatches, compression_baselines, load_corpus, train_batches
-from k3jax.metrics import MetricsWriter
+from k3jax.data import DataError
+from k3jax.data.load import load_data
+from k3jax.data.tokenizers import make_tokenizer
+from k3jax.exits import Exit
+from k3jax.loop import Evaluator, NonFiniteError, SpikeError, StageData, Stopped, Tools, run_stages
 from k3jax.model.weights import Weights
-from k3jax.optim import make_schedule
 from k3jax.progress import Progress
 from k3jax.run_config import TrainConfig
-from k3jax.step import StepMetrics, TrainState, eval_step, init_state, train_step
-
-NON_FINITE_EXIT = 3
-INTERRUPTED_EXIT = 130
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient is not finite; the message holds the step, every layer's statistics, and the last
-    checkpoint from before."""
+from k3jax.run_folder import BusyError, RunLock, read_json, write_json, write_text
+from k3jax.step import TrainState, init_state
+from k3jax.stop import StopRequest
+from k3jax.telemetry import trace, trackers
+from k3jax.telemetry.clock import Clock, goodput
+from k3jax.telemetry.writers import Writers
 
 
-def train(config: TrainConfig, run: pathlib.Path) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command decides about a run beside its configuration. None of it changes what is trained.
+
+    Attributes:
+      mesh: the devices of the run, None for the first one alone.
+      allow: configuration fields that may differ from those of the checkpoint.
+      trackers: who gets the metrics beside the JSON lines.
+      profile: steps to trace.
+      dump_hlo: keep the text of the compiled step.
+      workers: processes that make batches ahead of time; 0 is a thread.
+    """
+
+    mesh: Mesh | None = None
+    allow: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
+    profile: range = range(0)
+    dump_hlo: bool = False
+    workers: int = 0
+
+
+def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) -> dict:
     """Trains to the last step, evaluates on all held-out text, samples, and writes the report into ``run``.
 
-    Where to start: the latest complete checkpoint in the run folder, if there is one; otherwise fresh weights. A run
-    that is over is left as it is.
+    Where to start: the newest good checkpoint in the run folder, if there is one; otherwise fresh weights. A run that
+    is over is left as it is.
 
     Returns:
       the summary, as written to ``summary.json``.
 
     Raises:
-      NonFiniteError: see there. CheckpointError: the folder's checkpoint is damaged, or of another configuration or
-        corpus.
+      NonFiniteError, SpikeError, Stopped: see `k3jax.loop`. BusyError: another live process has the run.
+      CheckpointError: no checkpoint is good, or they are of another configuration or corpus.
     """
+    if options.mesh is not None:
+        placement.check_batch(config, options.mesh)
     run.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    clock = Clock(began=time.time() - runtime.seconds_since_start())
     with (
-        Checkpoints(run) as checkpoints,
+        RunLock(run) if jax.process_index() == 0 else contextlib.nullcontext(),
+        StopRequest() as stop,
+        Checkpoints(run, keep=config.keep) as checkpoints,
         Progress(config.steps, first=min(checkpoints.latest() or 0, config.steps)) as progress,
     ):
-        progress.phase("reading the corpus")
-        tokenizer = ByteTokenizer()
-        tokenizer.check_fits(config.model.vocab)
-        corpus = load_corpus(config.data)
-        rows = dict(length=config.seq_len, batch=config.batch, tokenizer=tokenizer)
-        batches = train_batches(corpus.train, seed=config.seed, **rows)
-        held_out = partial(HeldOutBatches, corpus.held_out, **rows)
-
+        progress.phase("reading the data")
+        open_data = OpenData(config)
+        with stop.nothing_to_save(), clock.book("data"):
+            identity = open_data(0).identity
         progress.phase("preparing the weights")
-        resumed = checkpoints.latest()
-        if resumed is None:
-            state = init_state(config)
-        else:
-            state = checkpoints.restore(config)
-            _check_corpus(run, corpus.fingerprint)
-            if resumed == config.steps and (run / "summary.json").exists():
-                return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        _write_json(run / "config.json", config_io.to_dict(config))
-        _write_json(run / "environment.json", {**runtime.environment(), "corpus": corpus.fingerprint})
+        with stop.nothing_to_save(), clock.book("restore"):
+            state, shardings, restored = _start(config, checkpoints, options, identity)
+        if restored is not None and restored.step == config.steps and (run / "summary.json").exists():
+            return read_json(run / "summary.json")
+        step = None if restored is None else restored.step
+        described = config_io.to_dict(config)
+        with Writers(run, options.trackers, clock=clock, resume_step=step or 0, config=described) as writers:
+            _record(run, config, identity, restored, writers)
+            tools = Tools(
+                run,
+                options.mesh,
+                shardings,
+                checkpoints,
+                writers,
+                clock,
+                progress,
+                stop,
+                peak_flops=peak.of_devices(run).flops_per_second,
+                profile=options.profile,
+                dump_hlo=options.dump_hlo,
+                workers=options.workers,
+            )
+            state = run_stages(config, state, open_data, tools)
+            checkpoints.wait()
+            return _finish(config, state, open_data(len(config.stages)), open_data.baselines(), tools)
 
-        progress.phase("compiling the train step")
-        step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
-        lowered = step.lower(config, state, batches[int(state.step)])
-        step = lowered.compile(compiler_options=runtime.compiler_options())
-        evaluator = Evaluator(config)
-        with MetricsWriter(run / "metrics.jsonl", resume_step=resumed or 0) as metrics:
-            state = _loop(config, state, step, batches, evaluator, held_out, checkpoints, metrics, progress, began)
-            checkpoints.save(config, state)
-            progress.phase("evaluating all held-out text")
-            bits = evaluator.bits_per_byte(state.weights, held_out())
-            metrics.write({"step": int(state.step), "kind": "eval", "bits_per_byte": bits, "bytes": held_out().bytes})
 
-        progress.phase("sampling")
-        sample = _sample(config, state.weights, tokenizer)
-        (run / "sample.txt").write_text(sample, encoding="utf-8")
-        progress.phase("writing the report")
-        counts = accounting.count_parameters(config.model)
-        summary = {
-            "steps": int(state.step),
-            "bits_per_byte": bits,
-            "held_out_bytes": held_out().bytes,
-            "seconds": time.monotonic() - began,
-            "parameters": counts.total,
-            "active_parameters": counts.active,
-            "baselines": compression_baselines(corpus.held_out),
-        }
-        _write_json(run / "summary.json", summary)
-        checkpoints.wait()
-        report.write_report(run)
+def _start(
+    config: TrainConfig, checkpoints: Checkpoints, options: Options, fingerprint: str
+) -> tuple[TrainState, TrainState | None, Restored | None]:
+    """The state to begin with, where its arrays lie, and what was restored."""
+    shardings = None if options.mesh is None else placement.state_shardings(config, options.mesh)
+    if checkpoints.latest() is None:
+        state = init_state(config)
+        return (state if shardings is None else placement.put(state, shardings)), shardings, None
+    restored = checkpoints.restore(config, allow=options.allow, shardings=shardings)
+    before = restored.position.get("corpus")
+    if before != fingerprint and "data" not in options.allow:
+        raise CheckpointError(
+            f"{checkpoints.path(restored.step)} was trained on the corpus {before}, but the files now are the corpus "
+            f"{fingerprint}: no batch would be the one that comes next; to go on all the same: --allow_change=data"
+        )
+    return restored.state, shardings, restored
+
+
+def _record(run: pathlib.Path, config: TrainConfig, identity: str, restored: Restored | None, writers: Writers) -> None:
+    """What this process is and where it starts, for whoever reads the folder."""
+    if jax.process_index() == 0:
+        write_json(run / "config.json", config_io.to_dict(config))
+        write_json(run / "environment.json", {**runtime.environment(), "corpus": identity})
+    for problem in restored.passed_over if restored is not None else ():
+        writers.write({"step": restored.step, "kind": "event", "event": "damaged_checkpoint", "reason": problem})
+
+
+def _finish(config: TrainConfig, state: TrainState, data: StageData, baselines: dict, tools: Tools) -> dict:
+    """Evaluates, samples, sums up and reports a run that came to its last step."""
+    tools.progress.phase("evaluating all held-out text")
+    with tools.clock.book("evaluation"):
+        stage = config.at(len(config.stages))
+        line = Evaluator(stage, tools.mesh).line(state.weights, data.held_out)
+    tools.writers.write({"step": config.steps, "kind": "eval", **line})
+    tools.progress.phase("sampling")
+    sample = _sample(config, state.weights)
+    counts = accounting.count_parameters(config.model)
+    tools.writers.write({"step": config.steps, "kind": "event", "event": "stopped", "reason": "done"})
+    summary = {
+        "steps": config.steps,
+        "bits_per_byte": line.get("bits_per_byte"),
+        "held_out_bytes": line.get("bytes", 0),
+        "evaluation": line,
+        "seconds": sum(tools.clock.totals().values()),
+        "goodput": goodput(tools.clock.totals()),
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "baselines": baselines,
+    }
+    if jax.process_index() == 0:
+        tools.progress.phase("writing the report")
+        write_text(tools.run / "sample.txt", sample)
+        write_json(tools.run / "summary.json", summary)
+        report.write_report(tools.run)
     return summary
 
 
-def _loop(config, state: TrainState, step, batches, evaluator, held_out, checkpoints, metrics, progress, began):
-    """From the state's step to the last.
-
-    A step's metrics are read when the next batch is ready and before it is sent: the device waits for no log, and a
-    step that is not finite is found while its weights are still those it began with.
-    """
-    start, first = time.monotonic(), int(state.step)
-    schedule = make_schedule(config.optimizer.schedule, config.steps)
-    pending: tuple[int, StepMetrics] | None = None
-
-    def settle(pending, state) -> None:
-        """Checks, logs and shows the metrics of a step that is over."""
-        number, seen = pending
-        if not bool(seen.finite):
-            _stop_non_finite(config, number, state.weights, batches[number - 1], checkpoints)
-        if number == first + 1:
-            progress.log(f"first step done {runtime.seconds_since_start():.1f} s after the start of the process")
-        speed = (number - first) * config.batch * config.seq_len / (time.monotonic() - start)
-        progress.update(number, loss=float(seen.loss), tokens_per_second=speed)
-        if number % config.log_every == 0 or number == config.steps:
-            line = _metrics_line(seen, float(schedule(number - 1)), speed, time.monotonic() - began)
-            metrics.write({"step": number, "kind": "train", **line})
-
-    for number in range(first + 1, config.steps + 1):
-        batch = batches[number - 1]
-        if pending is not None:
-            settle(pending, state)
-        state, seen = step(state, batch)
-        pending = (number, seen)
-        if number % config.eval_every == 0 and number < config.steps:
-            partly = held_out(max_bytes=config.eval_bytes)
-            bits = evaluator.bits_per_byte(state.weights, partly)
-            metrics.write({"step": number, "kind": "eval", "bits_per_byte": bits, "bytes": partly.bytes})
-        if number % config.checkpoint_every == 0 and bool(seen.finite):
-            checkpoints.save(config, state)
-    if pending is not None:
-        settle(pending, state)
-    return state
-
-
-def _metrics_line(seen: StepMetrics, rate: float, speed: float, seconds: float) -> dict:
-    seen = jax.device_get(seen)
-    line = {
-        "loss": seen.loss,
-        "bits_per_byte": seen.loss / math.log(2),
-        "accuracy": seen.accuracy,
-        "grad_norm": seen.grad_norm,
-        "update_rms": seen.update_rms,
-        "lr": rate,
-        "tokens_per_second": speed,
-        "seconds": seconds,
-    }
-    layers = seen.layers
-    if "load" in layers:
-        line["balance"] = {
-            "max_over_mean": layers["load_max_over_mean"],
-            "dead_share": layers["dead_share"],
-            "margin": layers["margin"],
-        }
-    if "max_logit" in layers:
-        line["max_attention_logit"] = layers["max_logit"].max(axis=1)
-    return line
-
-
-def _stop_non_finite(config, number: int, weights: Weights, batch, checkpoints) -> None:
-    """The bad step left the weights alone, so its batch shows again where it broke."""
-    checkpoints.wait()
-    layers = diagnose.layer_statistics(config, weights, batch)
-    last = checkpoints.path(checkpoints.latest())
-    raise NonFiniteError(
-        f"step {number}: the loss or the gradient is not finite; the step was not applied\n"
-        f"{diagnose.table(layers)}\nlast good checkpoint: {last}"
-    )
-
-
-class Evaluator:
-    """The compiled evaluation step of a run."""
+class OpenData:
+    """The data of each stage, read when it is first asked for, once for stages that share it."""
 
     def __init__(self, config: TrainConfig):
-        self._step = jax.jit(partial(eval_step, config))
+        self._config = config
+        self._load = functools.cache(
+            lambda source: load_data(source, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
+        )
 
-    def bits_per_byte(self, weights: Weights, batches: HeldOutBatches) -> float:
-        """Sum of the nats of every predicted token, in bits, over the number of bytes."""
-        nats = [self._step(weights, batches[i]).nats for i in range(len(batches))]
-        return float(np.sum(jax.device_get(nats), dtype=np.float64)) / math.log(2) / batches.bytes
+    def __call__(self, number: int) -> StageData:
+        stage, data = self._config.at(number), self._load(self._config.at(number).data)
+        shape = dict(length=stage.seq_len, batch=stage.batch, packing=stage.packing)
+        # Another order in each stage: one that goes on with the same source must not begin again with the same rows.
+        batches = data.batches(seed=(stage.seed + number) % 2**32, **shape)
+        return StageData(batches, data.held_out(**shape), data.fingerprint, data.bytes_per_token())
+
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Bits per byte of general compressors on the held-out text of the last stage, of its first source of text."""
+        return next(iter(self._load(self._config.at(len(self._config.stages)).data).baselines().values()), {})
 
 
-def _sample(config: TrainConfig, weights: Weights, tokenizer: ByteTokenizer) -> str:
+def _sample(config: TrainConfig, weights: Weights) -> str:
+    """What the model makes of the prompt."""
+    if jax.process_count() > 1:
+        return "no sample: weights that lie on several hosts are sampled from by k3jax.generate, from a checkpoint\n"
+    tokenizer = make_tokenizer(config.tokenizer)
+    if config.model.vocab < tokenizer.size:
+        return "no sample: the model has no tokens for text\n"
     prompt = [tokenizer.bos, *tokenizer.encode(config.sample_prompt)]
     choice = sampling.Sampling(temperature=0.8, top_p=0.95, seed=config.seed)
     (new,) = sampling.generate(
@@ -204,44 +206,76 @@ def _sample(config: TrainConfig, weights: Weights, tokenizer: ByteTokenizer) -> 
     return config.sample_prompt + tokenizer.decode([token for token in new if token < tokenizer.size])
 
 
-def _check_corpus(run: pathlib.Path, fingerprint: str) -> None:
-    """Refuses to go on with other text than before: no batch would be the one that comes next."""
-    path = run / "environment.json"
-    before = json.loads(path.read_text(encoding="utf-8")).get("corpus") if path.exists() else None
-    if before not in (None, fingerprint):
-        raise CheckpointError(
-            f"{run} was trained on the corpus {before}, but the files now are the corpus {fingerprint}"
-        )
-
-
-def _write_json(path: pathlib.Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
 def main(argv: list[str]) -> None:
     runtime.refuse_stray(argv)
     runtime.start()
     args = flags.FLAGS
     try:
+        runtime.join_processes(args.coordinator, args.processes, args.process)
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
-        summary = train(config, run)
-    except KeyboardInterrupt:
-        print("k3jax.train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(INTERRUPTED_EXIT) from None
-    except NonFiniteError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(NON_FINITE_EXIT) from error
-    except (ConfigError, CheckpointError, report.ReportError, ValueError, OSError) as error:
-        raise SystemExit(f"k3jax.train: {error}") from error
+        options = Options(
+            mesh=_mesh(args.mesh),
+            allow=tuple(args.allow_change),
+            trackers=trackers.parse(args.log),
+            profile=trace.parse(args.profile, config.steps),
+            dump_hlo=args.dump_hlo,
+            workers=args.workers,
+        )
+        summary = train(config, run, options)
+    except tuple(CODES) as error:
+        code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+        print(f"k3jax.train: {error}", file=sys.stderr)
+        raise SystemExit(int(error.exit if isinstance(error, Stopped) else code)) from error
+    if jax.process_index() == 0:
+        _say(run, summary)
+
+
+# What an error means for whoever started the process: the first kind that it is an instance of counts.
+CODES: dict[type[BaseException], Exit] = {
+    Stopped: Exit.PREEMPTED,
+    NonFiniteError: Exit.NON_FINITE,
+    SpikeError: Exit.SPIKE,
+    BusyError: Exit.BUSY,
+    StorageError: Exit.STORAGE,
+    CheckpointError: Exit.CHECKPOINT,
+    DataError: Exit.DATA,
+    ConfigError: Exit.CONFIGURATION,
+    report.ReportError: Exit.CONFIGURATION,
+    OSError: Exit.STORAGE,
+}
+
+
+def _say(run: pathlib.Path, summary: dict) -> None:
+    """The end of a run on the screen."""
     print(f"\n{(run / 'sample.txt').read_text(encoding='utf-8')}\n")
-    gzip, xz = (summary["baselines"][name]["whole"] for name in ("gzip", "xz"))
-    print(f"held-out: {summary['bits_per_byte']:.3f} bits per byte (gzip -9: {gzip:.3f}, xz -9e: {xz:.3f})")
+    if summary["bits_per_byte"] is not None:
+        against = ", ".join(f"{name} {bits['whole']:.3f}" for name, bits in summary["baselines"].items())
+        print(f"held-out: {summary['bits_per_byte']:.3f} bits per byte ({against})")
+    for name, nats in summary["evaluation"].get("nats_per_token_by_source", {}).items():
+        print(f"held-out {name}: {nats:.3f} nats per token")
     print(f"report: {run / 'report.html'}  checkpoint: {run / 'checkpoints'}  ({summary['seconds']:.0f} s)")
+
+
+def _mesh(text: str) -> Mesh | None:
+    """The mesh of a command: by default all devices share the rows, or there is none for a single device."""
+    devices = jax.devices()
+    if len(devices) == 1 and not text:
+        return None
+    return placement.make_mesh(placement.parse_mesh(text or f"data={len(devices)}"), devices)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("config", "nano", "a preset, or a JSON file such as a run's config.json")
     flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
     flags.DEFINE_string("run", None, "the run folder; default runs/CONFIG")
+    flags.DEFINE_multi_string("allow_change", [], "a configuration field that may differ from the checkpoint's")
+    flags.DEFINE_string("mesh", "", "axis=size,...; default: all devices on the data axis")
+    flags.DEFINE_string("log", "", "trackers beside the JSON lines: tensorboard, wandb, trackio, mlflow")
+    flags.DEFINE_string("profile", "", "START:STOP, the steps to trace for xprof, into RUN/profile")
+    flags.DEFINE_bool("dump_hlo", False, "keep the text of the compiled train step, in RUN/hlo")
+    flags.DEFINE_integer("workers", 0, "processes that make batches ahead of time; 0 is a thread", lower_bound=0)
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a run of several processes")
+    flags.DEFINE_integer("processes", 1, "how many processes share the run", lower_bound=1)
+    flags.DEFINE_integer("process", 0, "which of them this one is", lower_bound=0)
     app.run(main)

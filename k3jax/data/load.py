@@ -59,6 +59,11 @@ class Data:
         shape = dict(length=length, batch=batch, packing=packing)
         return {part.name: partial(HeldOutBatches, part.held_out, **shape) for part in self.parts}
 
+    def bytes_per_token(self) -> float | None:
+        """Of the training text, or None where some of it is no text. EOS is a token without a byte."""
+        rates = [part.train.bytes.sum() / part.train.lengths.sum() for part in self.parts]
+        return float(np.average(rates, weights=[part.weight for part in self.parts])) if all(rates) else None
+
     def baselines(self, *, max_bytes: int = 2**25) -> dict[str, dict[str, dict[str, float]]]:
         """What gzip and xz make of the held-out text of each source that is text; see `compression_baselines`.
 

@@ -1,0 +1,297 @@
+"""From a step to the last one: the part of a run between its preparation and its report.
+
+A step is dispatched before the metrics of the one before it are fetched, so the device never waits for the host. A
+step that the guards refuse leaves the weights alone, and once they halt the run every later step does too, so that
+being one step late loses nothing.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from k3jax import diagnose, guard, placement, runtime
+from k3jax.checkpoint import Checkpoints
+from k3jax.data import Batch
+from k3jax.data.held_out import HeldOutBatches
+from k3jax.data.order import Batches
+from k3jax.exits import Exit
+from k3jax.model.weights import Weights
+from k3jax.optim import make_schedule
+from k3jax.progress import Progress
+from k3jax.run_config import TrainConfig
+from k3jax.step import StepMetrics, TrainState, eval_step, train_step
+from k3jax.stop import StopRequest
+from k3jax.telemetry import trace
+from k3jax.telemetry.clock import Clock
+from k3jax.telemetry.line import model_flops_per_token, train_line
+from k3jax.telemetry.writers import Writers
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row were not applied, the last one because its loss or gradient is not finite; the message
+    holds the step, every layer's statistics, and the last checkpoint."""
+
+
+class SpikeError(RuntimeError):
+    """The loss jumped, and the configuration says to stop then, or it did so too many times in a row."""
+
+
+class Stopped(RuntimeError):
+    """Somebody asked the run to stop, and it was saved. ``exit`` is the code to leave with."""
+
+    def __init__(self, code: Exit, step: int):
+        super().__init__(f"asked to stop; saved after step {step}, and the same command goes on from there")
+        self.exit = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What a run holds open beside its state. ``profile``: steps to trace; ``dump_hlo``: keep the compiled step."""
+
+    run: pathlib.Path
+    mesh: Mesh | None
+    shardings: TrainState | None
+    checkpoints: Checkpoints
+    writers: Writers
+    clock: Clock
+    progress: Progress
+    stop: StopRequest
+    peak_flops: float | None
+    profile: range = range(0)
+    dump_hlo: bool = False
+    workers: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StageData:
+    """One stage's data: ``batches[n]`` is what the step after n of its steps reads; ``held_out`` makes the held-out
+    batches of each source; ``identity`` names the exact text; bytes_per_token is of the training text, None for what
+    is no text."""
+
+    batches: Batches
+    held_out: dict[str, Callable[..., HeldOutBatches]]
+    identity: str
+    bytes_per_token: float | None
+
+
+def run_stages(
+    config: TrainConfig, state: TrainState, open_data: Callable[[int], StageData], tools: Tools
+) -> TrainState:
+    """Trains through the remaining stages to the last step.
+
+    Raises:
+      NonFiniteError, SpikeError, Stopped: see there. StorageError: a checkpoint could not be written.
+    """
+    for number in range(config.stage_number(min(int(state.step), config.steps - 1)), len(config.stages) + 1):
+        start = config.stages[number - 1].start if number else 0
+        end = config.stages[number].start if number < len(config.stages) else config.steps
+        if int(state.step) >= end:
+            continue
+        tools.progress.phase("reading the data")
+        with tools.clock.book("data"):
+            data = open_data(number)
+        if number and int(state.step) == start:
+            state = state._replace(guard=_fresh_guard(config, tools))
+            tools.writers.write({"step": start, "kind": "event", "event": "stage", "stage": number})
+        state = _Stage(config, number, start, end, data, tools).run(state)
+    return state
+
+
+def _fresh_guard(config: TrainConfig, tools: Tools) -> guard.GuardState:
+    """At a change of data the losses of before say nothing about those to come."""
+    empty = guard.init(config.spikes)
+    return empty if tools.shardings is None else placement.put(empty, tools.shardings.guard)
+
+
+def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None):
+    """The compiled train step of a stage."""
+    out = None
+    if shardings is not None:
+        everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+        out = (shardings, everywhere)
+    step = jax.jit(train_step, static_argnums=0, donate_argnums=1, out_shardings=out)
+    return step.lower(config, state, batch).compile(compiler_options=runtime.compiler_options())
+
+
+class _Stage:
+    """The steps of one stage: after step ``start`` up to ``end``."""
+
+    def __init__(self, config: TrainConfig, number: int, start: int, end: int, data: StageData, tools: Tools):
+        self._config, self._stage, self._number = config, config.at(number), number
+        self._start, self._end, self._data, self._tools = start, end, data, tools
+        self._rows = Rows(self._stage, tools.mesh)
+        self._batches = self._rows.local(data.batches)
+        self._schedule = make_schedule(config.optimizer.schedule, config.steps)
+        self._flops = model_flops_per_token(config.model, self._stage.seq_len)
+        self._evaluator = Evaluator(self._stage, tools.mesh)
+        self._pending: tuple[int, StepMetrics] | None = None
+
+    def run(self, state: TrainState) -> TrainState:
+        tools, first = self._tools, int(state.step)
+        tools.progress.phase(f"compiling the train step ({self._stage.batch} rows of {self._stage.seq_len})")
+        with tools.stop.nothing_to_save(), tools.clock.book("compile"):
+            step = compile_step(self._stage, state, self._batch(first), tools.shardings)
+        if tools.dump_hlo:
+            trace.dump_hlo(tools.run, step, self._number)
+        feed = self._batches.iterate(first - self._start, self._end - first, workers=tools.workers)
+        with tools.clock.steps(), trace.Trace(tools.run, tools.profile) as tracer:
+            for number in range(first + 1, self._end + 1):
+                with tools.clock.book("data"):
+                    batch = self._rows.place(next(feed))
+                tracer.before(number)
+                state, seen = step(state, batch)
+                self._settle(state.weights, first)
+                self._pending = (number, seen)
+                tracer.after(number, seen)
+                self._at_boundary(number, first, state)
+        return state
+
+    def _at_boundary(self, number: int, first: int, state: TrainState) -> None:
+        """Evaluates, saves and stops where it is time to."""
+        config, tools = self._config, self._tools
+        code = tools.stop.at_step(number)
+        due = number % config.eval_every == 0 if number < config.steps else config.keep.best > 0
+        evaluate = due and code is None
+        save = number == self._end or number % config.checkpoint_every == 0 or code is not None
+        if not (evaluate or save):
+            return
+        self._settle(state.weights, first)
+        bits = self._evaluate(number, state.weights) if evaluate else None
+        if save:
+            with tools.clock.book("checkpoint"):
+                tools.checkpoints.save(config, state, self._position(number), bits_per_byte=bits)
+        if code is not None:
+            with tools.clock.book("checkpoint"):
+                tools.checkpoints.wait()
+            tools.writers.write({"step": number, "kind": "event", "event": "stopped", "reason": code.name.lower()})
+            raise Stopped(code, number)
+
+    def _position(self, number: int) -> dict[str, Any]:
+        made = number - self._start
+        return {"stage": self._number, "corpus": self._data.identity, "data": self._data.batches.position(made)}
+
+    def _batch(self, step: int) -> Batch:
+        """What the step after ``step`` reads."""
+        return self._rows.place(self._batches[step - self._start])
+
+    def _evaluate(self, number: int, weights: Weights) -> float | None:
+        """Bits per byte over the part of the held-out text that periodic evaluations read."""
+        with self._tools.clock.book("evaluation"):
+            line = self._evaluator.line(weights, self._data.held_out, max_bytes=self._config.eval_bytes)
+        self._tools.writers.write({"step": number, "kind": "eval", **line})
+        return line.get("bits_per_byte")
+
+    def _settle(self, weights: Weights, first: int) -> None:
+        """Fetches, checks, logs and shows the pending step, if there is one. ``weights`` are those of now: the same as
+        then, if the guards halted the run."""
+        if self._pending is None:
+            return
+        (number, seen), self._pending = self._pending, None
+        config, tools = self._config, self._tools
+        with tools.clock.book("device"):
+            loss, verdict = float(seen.loss), jax.device_get(seen.verdict)
+        spent = tools.clock.settle(useful=bool(verdict.apply))
+        if number == first + 1:
+            tools.progress.log(f"first step done {runtime.seconds_since_start():.1f} s after the start of the process")
+        tools.progress.update(number, loss=loss, tokens_per_second=config.tokens_per_step / spent.total)
+        # The first step after a checkpoint is what a replay is held against.
+        after_save = number == first + 1 or (number - 1) % config.checkpoint_every == 0
+        if after_save or number % config.log_every == 0 or number == config.steps:
+            self._log(number, seen)
+        if not verdict.apply:
+            self._refused(number, loss, verdict, weights)
+
+    def _log(self, number: int, seen: StepMetrics) -> None:
+        line = train_line(
+            seen,
+            self._tools.clock,
+            lr=float(self._schedule(number - 1)),
+            tokens_per_step=self._config.tokens_per_step,
+            flops_per_token=self._flops,
+            peak_flops=self._tools.peak_flops,
+            bytes_per_token=self._data.bytes_per_token,
+        )
+        self._tools.writers.write({"step": number, "kind": "train", **line})
+
+    def _refused(self, number: int, loss: float, verdict: guard.Verdict, weights: Weights) -> None:
+        """Logs a step that was not applied, and ends the run if the guards halted it."""
+        reason = "spike" if verdict.finite else "non_finite"
+        facts = {"loss": loss, "median": float(verdict.median), "deviation": float(verdict.deviation)}
+        event = {"event": "skipped", "reason": reason, "in_a_row": int(verdict.in_a_row), **facts}
+        self._tools.writers.write({"step": number, "kind": "event", **event})
+        if not verdict.halted:
+            self._tools.progress.log(f"step {number} was not applied: {_reason(reason, facts)}")
+            return
+        self._tools.checkpoints.wait()
+        last = f"last good checkpoint: {self._tools.checkpoints.path(self._tools.checkpoints.latest())}"
+        row = f", number {verdict.in_a_row} in a row" if verdict.in_a_row > 1 else ""
+        head = f"step {number}{row}: {_reason(reason, facts)}; the step was not applied"
+        self._tools.writers.write({"step": number, "kind": "event", "event": "stopped", "reason": reason})
+        if verdict.finite:
+            raise SpikeError(f"{head}\n{last}")
+        layers = diagnose.layer_statistics(self._stage, weights, self._batch(number - 1))
+        raise NonFiniteError(f"{head}\n{diagnose.table(layers)}\n{last}")
+
+
+def _reason(reason: str, facts: dict[str, float]) -> str:
+    if reason == "non_finite":
+        return "the loss or the gradient is not finite"
+    return "the loss {loss:.3f} is a spike over the median {median:.3f} (deviation {deviation:.3f})".format(**facts)
+
+
+class Rows:
+    """Which rows of a batch this process reads, and how they become arrays of the mesh."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh | None):
+        self._mesh = mesh
+        self._part, self._parts = (0, 1) if mesh is None else placement.rows_of_this_process(config.batch, mesh)
+
+    def local[B: (Batches, HeldOutBatches)](self, batches: B) -> B:
+        """The part of the data that this process reads."""
+        return batches.local(self._part, self._parts)
+
+    def place(self, batch: Batch) -> Batch:
+        """The global batch from the rows of this process."""
+        return batch if self._mesh is None else placement.put_batch(batch, self._mesh, self._part, self._parts)
+
+
+class Evaluator:
+    """The compiled evaluation step of a stage."""
+
+    def __init__(self, stage: TrainConfig, mesh: Mesh | None = None):
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._step = jax.jit(partial(eval_step, stage), out_shardings=everywhere)
+        self._rows = Rows(stage, mesh)
+
+    def line(
+        self, weights: Weights, held_out: dict[str, Callable[..., HeldOutBatches]], *, max_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """The fields of an `eval` line: bits per byte over all text and by source, and nats per token of what is no
+        text. ``max_bytes`` bounds the bytes of each source."""
+        bits, sizes, nats = {}, {}, {}
+        for name, make in held_out.items():
+            batches = make(max_bytes=max_bytes)
+            total, tokens = self.totals(weights, batches)
+            if batches.bytes:
+                bits[name], sizes[name] = total / math.log(2), batches.bytes
+            else:
+                nats[name] = total / tokens
+        line: dict[str, Any] = {}
+        if bits:
+            line = {"bits_per_byte": sum(bits.values()) / sum(sizes.values()), "bytes": sum(sizes.values())}
+            line["bits_per_byte_by_source"] = {name: bits[name] / sizes[name] for name in bits}
+        return line | ({"nats_per_token_by_source": nats} if nats else {})
+
+    def totals(self, weights: Weights, batches: HeldOutBatches) -> tuple[float, float]:
+        """Summed nats of all predicted tokens, and their summed weight."""
+        local = self._rows.local(batches)
+        found = [self._step(weights, self._rows.place(local[i])) for i in range(len(local))]
+        sums = np.array(jax.device_get([(stats.nats, stats.weight) for stats in found]), np.float64).sum(axis=0)
+        return float(sums[0]), float(sums[1])

@@ -1,0 +1,133 @@
+"""Where the arrays of a run lie on its mesh: the state by its parameters' logical axes, batches by rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from k3jax import sharding
+from k3jax.config import ConfigError
+from k3jax.data import Batch
+from k3jax.model import weights
+from k3jax.roles import meta_by_path, meta_of, path_name
+from k3jax.run_config import TrainConfig
+from k3jax.step import TrainState, abstract_state
+
+BATCH_AXES = ("data", "fsdp")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``data=2,fsdp=4`` as a dictionary.
+
+    Raises:
+      ConfigError: an axis that does not exist, or a size that is no positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in sharding.MESH_AXES:
+            raise ConfigError(f"--mesh={text}: there is no axis {name!r}; the axes are {', '.join(sharding.MESH_AXES)}")
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"--mesh={text}: {part!r} is not of the form axis=size with a size of at least 1")
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(sizes: Mapping[str, int], devices: list[Any] | None = None) -> Mesh:
+    """A mesh with all axes, those not named at size 1.
+
+    Raises:
+      ConfigError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = [sizes.get(name, 1) for name in sharding.MESH_AXES]
+    if np.prod(shape) != len(devices):
+        factors = " x ".join(f"{name} {size}" for name, size in zip(sharding.MESH_AXES, shape) if size > 1) or "1"
+        raise ConfigError(f"the mesh {factors} needs {np.prod(shape)} devices, but there are {len(devices)}")
+    return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES)
+
+
+def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises ConfigError when the rows of some stage do not divide over the mesh."""
+    ways = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    for number in range(len(config.stages) + 1):
+        stage = config.at(number)
+        rows = stage.batch // stage.micro_batches
+        if rows % ways:
+            below = rows - rows % ways
+            raise ConfigError(
+                f"stage {number}: {stage.batch} rows in {stage.micro_batches} micro-batches are {rows} at a time, and "
+                f"do not divide over {' x '.join(BATCH_AXES)} = {ways} devices; {below or ways} or {below + ways} would"
+            )
+
+
+def state_shardings(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """The sharding of every array of the train state.
+
+    A parameter lies as its logical axes say; what the optimizer keeps for a parameter lies like it; the rest is
+    everywhere. A dimension that its mesh axis does not divide stays whole.
+    """
+    state = abstract_state(config)
+    metas = meta_by_path(weights.structure(config.model).meta)
+    placed = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights.params):
+        axes = meta_of(metas, path, leaf.ndim).axes
+        spec = sharding.spec(axes, stacked=leaf.ndim - len(axes))
+        placed[path_name(path)] = leaf.shape, _fitting(spec, leaf.shape, mesh)
+
+    def place(path, leaf) -> NamedSharding:
+        parts = path_name(path).split("/")
+        for start in range(len(parts)):
+            shape, spec = placed.get("/".join(parts[start:]), (None, None))
+            if shape == leaf.shape:
+                return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec(
+        *(None if axis is None or size % mesh.shape[axis] else axis for axis, size in zip(spec, shape))
+    )
+
+
+def put(tree, shardings):
+    """Arrays that every process holds whole, laid out on the mesh."""
+    return jax.tree.map(
+        lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda index: np.asarray(x)[index]), tree, shardings
+    )
+
+
+def rows_of_this_process(batch: int, mesh: Mesh) -> tuple[int, int]:
+    """``(part, parts)``: which of so many equal parts of the rows the devices of this process need."""
+    where = _batch_sharding(mesh).addressable_devices_indices_map((batch, 1)).values()
+    starts = [index[0].start or 0 for index in where]
+    stops = [index[0].stop or batch for index in where]
+    size = max(stops) - min(starts)
+    if batch % size or min(starts) % size:
+        return 0, 1
+    return min(starts) // size, batch // size
+
+
+def put_batch(batch: Batch, mesh: Mesh, part: int, parts: int) -> Batch:
+    """One global batch from the rows that this process read."""
+    here, rows = _batch_sharding(mesh), len(batch.tokens_BT)
+
+    def one(local: np.ndarray) -> jax.Array:
+        shape = (rows * parts, *local.shape[1:])
+
+        def block(index):
+            start = index[0].start or 0
+            stop = shape[0] if index[0].stop is None else index[0].stop
+            return local[start - part * rows : stop - part * rows]
+
+        return jax.make_array_from_callback(shape, here, block)
+
+    return jax.tree.map(one, batch)
+
+
+def _batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
