@@ -184,12 +184,15 @@ def _files(pattern: str) -> list[str]:
 
 def _read_lines(source: JsonLines) -> Iterator[Text]:
     for path in _files(source.path):
-        with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.isspace():
-                    name = f"{path}:{number}"
-                    content = _field(line, source.field, name).encode("utf-8", "surrogatepass")
-                    yield Text(name, content, _hash(content))
+        try:
+            with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.isspace():
+                        name = f"{path}:{number}"
+                        content = _field(line, source.field, name).encode("utf-8", "surrogatepass")
+                        yield Text(name, content, _hash(content))
+        except (OSError, EOFError) as error:
+            raise DataError(f"{path}: {error}") from error
 
 
 def _field(line: bytes, field: str, name: str) -> str:
@@ -198,11 +201,11 @@ def _field(line: bytes, field: str, name: str) -> str:
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{name}: a {type(record).__name__}, but every line must be a JSON object")
+        raise DataError(f"{name}: {type(record).__name__}, but every line must be a JSON object")
     if field not in record:
         raise DataError(f"{name}: no field {field!r}; the fields are: {', '.join(record) or 'none'}")
     if not isinstance(record[field], str):
-        raise DataError(f"{name}: field {field!r} is a {type(record[field]).__name__}, but it must be a string")
+        raise DataError(f"{name}: field {field!r} holds {type(record[field]).__name__}, but it must hold a string")
     return record[field]
 
 
