@@ -1,0 +1,215 @@
+"""Token records: the same bytes from any number of processes, the documents of the text, and damage that is named."""
+
+import json
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from k3jax import config_data as c
+from k3jax import tokenize
+from k3jax.config import ConfigError
+from k3jax.data import make_records as making
+from k3jax.data.bench import open_batches
+from k3jax.data.documents import DataError
+from k3jax.data.load import load_data
+from k3jax.data.records import CHUNK, read_manifest
+
+TOKENIZER = c.Bytes()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> c.TextFolder:
+    """Documents from 1 byte to three records."""
+    folder = tmp_path_factory.mktemp("text")
+    noise = np.random.default_rng(0)
+    for number in range(60):
+        size = 3 * CHUNK - 5 if number == 7 else int(noise.integers(1, 900))
+        (folder / f"é{number}.txt").write_bytes(noise.integers(32, 127, size).astype(np.uint8).tobytes())
+    return c.TextFolder(path=str(folder), held_out=0.2)
+
+
+@pytest.fixture(scope="module")
+def made(text, tmp_path_factory) -> pathlib.Path:
+    out = tmp_path_factory.mktemp("made") / "tokens"
+    making.make_records(text, TOKENIZER, out, workers=2, shard_bytes=8000)
+    return out
+
+
+@pytest.fixture
+def copied(made, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(made, tmp_path / "tokens"))
+
+
+def load(path):
+    return load_data(c.TokenRecords(path=str(path)), TOKENIZER, vocab=258)
+
+
+def read_all(data) -> list:
+    (part,) = data.parts
+    return [documents[i] for documents in (part.train, part.held_out) for i in range(len(documents))]
+
+
+def test_any_number_of_processes_makes_the_same_files(text, made, tmp_path):
+    seen = []
+    making.make_records(
+        text, TOKENIZER, tmp_path / "one", workers=1, shard_bytes=8000, progress=lambda *at: seen.append(at)
+    )
+    files = sorted(path.name for path in made.iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len([name for name in files if name.startswith("train-")]) > 2
+    for name in files:
+        assert (made / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    assert [path.name for path in tmp_path.iterdir()] == ["one"], "nothing unfinished is left"
+
+
+def test_records_are_the_documents_of_the_text(text, made):
+    want, got = load_data(text, TOKENIZER, vocab=258), load(made)
+    for one, other in zip(read_all(got), read_all(want), strict=True):
+        assert one.bytes == other.bytes
+        for name in ("inputs", "targets", "weights"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    (part,), (read,) = want.parts, got.parts
+    titles = [read.held_out.title(i) for i in range(len(read.held_out))]
+    assert titles == [part.held_out.title(i) for i in range(len(titles))]
+    shape = dict(length=700, batch=3, seed=1)
+    for packing in (c.Stream(), c.BestFit()):
+        pair = [data.batches(packing=packing, **shape) for data in (want, got)]
+        for n in (0, 5, 100_000):
+            for one, other in zip(pair[0][n], pair[1][n]):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_the_manifest_counts_and_says_where_it_came_from(text, made):
+    manifest = read_manifest(made)
+    data = load_data(text, TOKENIZER, vocab=258)
+    assert manifest["source"] == {"type": "TextFolder", "path": text.path, "pattern": "*", "held_out": 0.2}
+    assert manifest["tokenizer"]["hash"] == "bytes" and manifest["dtype"] == "uint8"
+    for split, documents in (("train", data.parts[0].train), ("held_out", data.parts[0].held_out)):
+        entry = manifest["splits"][split]
+        assert entry["documents"] == len(documents)
+        assert entry["bytes"] == entry["tokens"] == documents.bytes.sum()
+    assert "tokens" in tokenize.describe(manifest, made)
+
+
+def test_a_run_starts_at_step_100000_at_once(made):
+    _, seconds = open_batches(str(made), 256, 8, c.BestFit())
+    assert seconds < 2
+
+
+def test_a_corrupt_record_is_named_with_its_file(copied):
+    """One byte of one record; all the others are still read."""
+    path = copied / "train-00001.array_record"
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    (part,) = load(copied).parts
+    failures = []
+    for index in range(len(part.train)):
+        try:
+            part.train[index]
+        except DataError as error:
+            failures.append(str(error))
+    assert len(failures) == 1 and re.search(r"train-00001\.array_record: record \d+ cannot be read", failures[0])
+
+
+def test_a_shard_without_its_end_is_named(copied):
+    path = copied / "train-00001.array_record"
+    data = load(copied)
+    path.write_bytes(path.read_bytes()[:70000])
+    with pytest.raises(DataError, match=r"train-00001\.array_record has 70000 bytes, but the manifest says"):
+        load(copied)
+    with pytest.raises(DataError, match=r"train-00001\.array_record: record 0 cannot be read"):
+        read_all(data)
+
+
+def test_documents_travel_to_other_processes(made):
+    (part,) = load(made).parts
+    part.train[0]
+    copy = pickle.loads(pickle.dumps(part.train))
+    np.testing.assert_array_equal(copy[11].targets, part.train[11].targets)
+
+
+def test_a_file_that_goes_away_during_a_run_is_named(copied):
+    data = load(copied)
+    batches = data.batches(length=300, batch=2, seed=0)
+    for path in copied.glob("train-*"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"train-0000\d\.array_record is gone since the run began"):
+        list(batches.iterate(0, 40))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            r"tokens holds no manifest\.json: python -m k3jax.tokenize",
+        ),
+        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: "),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), r"not a manifest of format 1"),
+        (lambda folder: (folder / "train-00000.array_record").unlink(), r"train-00000\.array_record is missing"),
+        (lambda folder: (folder / "train.index.npy").write_bytes(b"x"), r"has 1 bytes, but the manifest says \d+"),
+    ],
+)
+def test_a_folder_that_is_not_complete_is_refused(copied, damage, message):
+    damage(copied)
+    with pytest.raises(DataError, match=message):
+        load(copied)
+
+
+def test_an_index_of_other_lengths_is_noticed(copied):
+    index = np.load(copied / "train.index.npy")
+    index[3, 0] += 1
+    np.save(copied / "train.index.npy", index)
+    with pytest.raises(DataError, match=r"record \d+ holds \d+ tokens, but the index says \d+"):
+        read_all(load(copied))
+
+
+def test_another_tokenizer_than_the_records_were_made_with_is_refused(copied):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["tokenizer"] |= {"hash": "0123", "size": 1000}
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"was tokenized by .* \(hash 0123, 1000 tokens\), but the run's tokenizer has"):
+        load(copied)
+
+
+def test_tokenizing_refuses_a_folder_in_use_and_a_source_that_changes(text, made, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="is not an empty folder"):
+        making.make_records(text, TOKENIZER, made, workers=1)
+    scan = making.scan(text)
+    monkeypatch.setattr(making, "scan", lambda source: scan._replace(keys=scan.keys + np.uint64(1)))
+    with pytest.raises(DataError, match="the source changed while it was tokenized"):
+        making.make_records(text, TOKENIZER, tmp_path / "tokens", workers=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_takes_the_source_of_a_run_or_its_own(tmp_path):
+    assert tokenize.read_job(None, None, None) == tokenize.Job(c.StdlibCorpus(), c.Bytes())
+    job = tokenize.read_job("tiny", "JsonLines(path='a.jsonl')", "TiktokenRanks(path='r')")
+    assert job == tokenize.Job(c.JsonLines(path="a.jsonl"), c.TiktokenRanks(path="r"))
+    with pytest.raises(ConfigError, match="there is no 'TokenRecords' here"):
+        tokenize.read_job(None, "TokenRecords(path='tokens')", None)
+
+
+def test_tokenizing_processes_do_not_even_import_jax(tmp_path):
+    """The negative control is a module that does."""
+    program = "import sys, importlib; list(map(importlib.import_module, sys.argv[1:])); print('jax' in sys.modules)"
+
+    def imports_jax(*modules: str, path: pathlib.Path) -> bool:
+        run = [sys.executable, "-c", program, *modules]
+        done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=path)
+        return done.stdout.strip() == "True"
+
+    root = pathlib.Path(__file__).parent.parent.parent
+    modules = ["k3jax.data.make_records", "k3jax.data.packing", "k3jax.data.tasks", "k3jax.tokenize"]
+    assert not imports_jax(*modules, path=root)
+    (tmp_path / "jax.py").write_text("")
+    (tmp_path / "careless.py").write_text("import jax")
+    assert imports_jax("careless", path=tmp_path)
