@@ -12,7 +12,7 @@ from absl import app, flags
 
 from k3jax import runtime
 from k3jax.checkpoint import CheckpointError, Checkpoints
-from k3jax.data import ByteTokenizer
+from k3jax.data.tokenizers import make_tokenizer
 from k3jax.hf import load_hf
 from k3jax.model.weights import Weights
 from k3jax.sampling import Sampling, generate
@@ -23,7 +23,7 @@ def _text(args: flags.FlagValues, sampling: Sampling) -> None:
     """Continues ``--prompt`` with a trained checkpoint, and prints each with its continuation."""
     with Checkpoints(pathlib.Path(args.checkpoint), create=False) as checkpoints:
         config, state = checkpoints.load()
-    tokenizer = ByteTokenizer()
+    tokenizer = make_tokenizer(config.tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in args.prompt]
     new = generate(
         config.model, state.weights, prompts, max_new=args["max-new"].value, sampling=sampling, stop=tokenizer.eos
