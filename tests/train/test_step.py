@@ -50,6 +50,11 @@ def test_micro_batches_change_nothing_but_rounding(micro, batches, step):
     np.testing.assert_allclose(seen.loss, seen_in_parts.loss, rtol=1e-6)
     np.testing.assert_allclose(seen.grad_norm, seen_in_parts.grad_norm, rtol=1e-5)
     np.testing.assert_array_equal(seen.layers["load"], seen_in_parts.layers["load"])
+    assert seen.layers.keys() == seen_in_parts.layers.keys() >= {"depth_weights", "state_norm", "max_logit", "margin"}
+    for name, value in seen.layers.items():
+        np.testing.assert_allclose(value, seen_in_parts.layers[name], rtol=2e-5, atol=1e-6, err_msg=name)
+    for name, value in seen.grad_norm_by_role.items():
+        np.testing.assert_allclose(value, seen_in_parts.grad_norm_by_role[name], rtol=1e-5, err_msg=name)
     for a, b in zip(biases(whole), biases(parts)):
         np.testing.assert_array_equal(a, b)
 
