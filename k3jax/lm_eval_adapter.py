@@ -98,8 +98,8 @@ class K3LM(TemplateLM):
         return log_likelihoods(self._predict, pairs, batch=self.batch_size, max_length=self.max_length)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts. One that is too long is cut into windows without overlap, all but the first
-        of which begin with the last token of the one before."""
+        """Log-probability of whole texts. One that is too long is read in windows: every token is predicted once, and
+        the last window is as long as the others."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)

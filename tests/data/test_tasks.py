@@ -134,7 +134,8 @@ def test_needle_is_text_with_the_number_at_its_depth():
 def test_depths_and_lengths_are_met_equally_often():
     documents = TaskDocuments(ct.Needle(examples=300, held_out=0.5), "held_out")
     assert len(documents) == 150
-    assert [sum(documents.example(i).cell == cell for i in range(150)) for cell in cells(ct.Needle())] == [10] * 15
+    met = [documents.example(number).cell for number in range(150)]
+    assert [met.count(cell) for cell in cells(ct.Needle())] == [10] * 15
 
 
 @pytest.mark.parametrize(
