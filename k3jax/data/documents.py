@@ -78,8 +78,9 @@ def read_text_part(read, length: int, size: int, start: int, stop: int, bos: int
         framed[0] = bos
     if stop == length:
         framed[-1] = eos
-    weights = np.ones(stop - start, np.float32)
-    return Document(framed[:-1], framed[1:], weights, int(part_bytes(length, size, start, stop)))
+    if (start, stop) != (0, length):
+        size = int(part_bytes(length, size, start, stop))
+    return Document(framed[:-1], framed[1:], np.ones(stop - start, np.float32), size)
 
 
 class TokenDocuments:

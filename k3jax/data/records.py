@@ -7,10 +7,13 @@ messages.
 ``manifest.json`` has the source, the tokenizer, counts, and the size and digest of every file.
 """
 
+import bisect
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import threading
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
@@ -114,14 +117,22 @@ class RecordDocuments:
         self._dtype = np.dtype(manifest["dtype"])
         shards = manifest["splits"][split]["shards"]
         self._paths = [str(pathlib.Path(folder) / shard["file"]) for shard in shards]
-        self._shard_ends = np.cumsum([shard["records"] for shard in shards])
+        self._shard_ends = list(itertools.accumulate(shard["records"] for shard in shards))
+        self._open_files()
+
+    def _open_files(self) -> None:
         self._readers: dict[str, ArrayRecordReader] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_readers": {}}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_lock")}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._open_files()
 
     def title(self, index: int) -> str:
         names = self._names.read_bytes().splitlines()
@@ -143,15 +154,18 @@ class RecordDocuments:
 
     def _record(self, record: int, count: int) -> np.ndarray:
         """`count` tokens, by the number of the record in the split."""
-        shard = int(np.searchsorted(self._shard_ends, record, side="right"))
-        number = record - (int(self._shard_ends[shard - 1]) if shard else 0)
+        shard = bisect.bisect_right(self._shard_ends, record)
+        number = record - (self._shard_ends[shard - 1] if shard else 0)
         path = self._paths[shard]
-        reader = self._reader(path)
-        try:
-            (data,) = reader.read([number])
-        except (RuntimeError, IndexError, ValueError) as error:
-            gone = "" if os.path.exists(path) else ": the file is gone"
-            raise DataError(f"{path}: record {number} cannot be read{gone}: {error}") from error
+        with self._lock:  # seek and read take a twentieth of the time of a read by number, but have a state
+            reader = self._reader(path)
+            try:
+                reader.seek(number)
+                data = reader.read()
+            except (RuntimeError, IndexError, ValueError) as error:
+                del self._readers[path]  # after a failure it would fail for every record
+                gone = "" if os.path.exists(path) else ": the file is gone"
+                raise DataError(f"{path}: record {number} cannot be read{gone}: {error}") from error
         tokens = np.frombuffer(data, self._dtype)
         if len(tokens) != count:
             raise DataError(f"{path}: record {number} holds {len(tokens)} tokens, but the index says {count}")
