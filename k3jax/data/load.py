@@ -49,15 +49,18 @@ class Data:
         Raises:
           ValueError: length or batch below 1, or a seed outside 0..2**32-1. DataError: see `PackedRows`.
         """
-        rows = {part.name: PackedRows(part.train, length, packing) for part in self.parts}
+        rows = {part.name: PackedRows(part.train, length, _packing(part, packing)) for part in self.parts}
         return Batches(rows, [part.weight for part in self.parts], batch=batch, seed=seed)
 
     def held_out(
         self, *, length: int, batch: int, packing: c.Packing = _STREAM
     ) -> dict[str, Callable[..., HeldOutBatches]]:
         """For each source by name a function that makes its held-out batches; it takes `max_bytes`."""
-        shape = dict(length=length, batch=batch, packing=packing)
-        return {part.name: partial(HeldOutBatches, part.held_out, **shape) for part in self.parts}
+        shape = dict(length=length, batch=batch)
+        return {
+            part.name: partial(HeldOutBatches, part.held_out, packing=_packing(part, packing), **shape)
+            for part in self.parts
+        }
 
     def bytes_per_token(self) -> float | None:
         """Of the training text, or None where some of it is no text. EOS is a token without a byte."""
@@ -100,6 +103,11 @@ def load_data(source: c.Source, tokenizer: c.Tokenizer = _BYTES, *, vocab: int, 
     opened = tuple(_open(part, made, vocab, seed) for part in parts)
     identity = [made.hash, *((part.name, part.weight, part.fingerprint) for part in opened)]
     return Data(opened, made, _digest(json.dumps(identity).encode()))
+
+
+def _packing(part: Part, wanted: c.Packing) -> c.Packing:
+    """Examples of a task stay whole whatever is wanted for text: an answer must not be cut off from its question."""
+    return c.BestFit(long="refuse") if isinstance(part.train, TaskDocuments) else wanted
 
 
 def _name(source: c.PlainSource) -> str:

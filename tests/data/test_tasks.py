@@ -10,6 +10,10 @@ import pytest
 
 from k3jax import config_tasks as ct
 from k3jax.config import ConfigError, replace
+from k3jax.config_data import Stream
+from k3jax.data import Batch, DataError
+from k3jax.data.load import load_data
+from k3jax.data.packing import PackedRows
 from k3jax.data.tasks import TaskDocuments, cells
 
 TASKS = [
@@ -177,3 +181,22 @@ def test_the_smallest_sizes_work():
     with pytest.raises(IndexError, match="example 3000 of 3000"):
         TaskDocuments(smallest[0], "held_out")[3000]
     assert math.factorial(5) == ct.PermutationTracking().vocab
+
+
+def test_a_run_reads_whole_examples_whatever_the_packing_of_its_text():
+    """Negative control: a stream of the same documents cuts examples off from their answers."""
+    task = ct.Copy(vocab=9, lengths=(6, 10), examples=50)
+    batch = load_data(task, vocab=9).batches(length=19, batch=8, seed=0, packing=Stream())[0]
+
+    def whole(row):
+        """Whether the second half of each document asks for its first half."""
+        parts = [row.segments_BT == segment for segment in set(row.segments_BT.tolist()) - {-1}]
+        halves = [(row.tokens_BT[part], row.targets_BT[part]) for part in parts]
+        return all(np.array_equal(x[: len(x) // 2], y[len(y) // 2 :]) for x, y in halves)
+
+    rows = [Batch(*(field[i] for field in batch)) for i in range(8)]
+    assert all(whole(row) for row in rows)
+    cut = PackedRows(TaskDocuments(task, "train"), 19, Stream())
+    assert not all(whole(cut[i]) for i in range(8))
+    with pytest.raises(DataError, match=r"Copy, example 1 has 10 tokens, longer than the row of 8"):
+        load_data(task, vocab=9).batches(length=8, batch=8, seed=0)
