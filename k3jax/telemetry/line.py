@@ -102,8 +102,9 @@ def memory() -> dict[str, Any]:
         names = {"bytes": "bytes_in_use", "peak_bytes": "peak_bytes_in_use", "limit_bytes": "bytes_limit"}
         return {"of": "device"} | {name: fullest[key] for name, key in names.items() if key in fullest}
     unit = 1 if sys.platform == "darwin" else 1024
+    used = psutil.Process().memory_info().rss
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"of": "process", "bytes": psutil.Process().memory_info().rss, "peak_bytes": peak}
+    return {"of": "process", "bytes": used, "peak_bytes": max(peak, used)}
 
 
 def _mean(pace: Pace) -> dict[str, float] | None:
