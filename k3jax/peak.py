@@ -76,7 +76,8 @@ def _of_cpu(path: pathlib.Path) -> Peak:
     kept = run_folder.read_json(path)
     if kept.get("cores") != os.cpu_count():
         kept = {"cores": os.cpu_count(), "flops_per_second": measure()}
-        run_folder.write_json(path, kept)
+        if jax.process_index() == 0:
+            run_folder.write_json(path, kept)
     total = kept["flops_per_second"] * jax.process_count()
     return Peak(total, f"{jax.process_count()} CPU, {kept['cores']} cores (measured, float32)")
 
