@@ -16,9 +16,9 @@ class HeldOutBatches:
 
     `bytes` is the number of bytes predicted, so that bits per byte = (sum of weighted nats) / ln 2 / bytes; it is 0 for
     tasks, which are no text. Predicting EOS is charged as well: the sum is the length of a complete code for these
-    documents. With `max_bytes`, only the first batches that reach that many bytes are kept (all, where there is no
-    text), and `bytes` still counts what they predict. Best fit makes the rows of long documents first, so these come
-    in a fixed random order.
+    documents. With `max_bytes`, only the first batches that reach that many bytes are kept, of a task those that reach
+    that many positions, and `bytes` still counts what they predict. Best fit makes the rows of long documents first, so
+    these come in a fixed random order.
     """
 
     def __init__(
@@ -32,12 +32,13 @@ class HeldOutBatches:
         order = np.arange(len(self._source))
         if not isinstance(packing, Stream):
             order = np.random.default_rng(0).permutation(order)
-        reached = np.cumsum(self._source.plan.row_bytes()[order])
+        sizes = self._source.plan.row_bytes()[order]
+        reached = np.cumsum(sizes if sizes.any() else np.full(len(order), length))
         if max_bytes is not None and reached[-1] >= max_bytes:
             last = int(np.searchsorted(reached, max_bytes))
             order = order[: (last // batch + 1) * batch]
         self._order = order
-        self.bytes = int(reached[len(order) - 1])
+        self.bytes = int(sizes[: len(order)].sum())
         self._batch, self._rows = batch, range(batch)
 
     def __len__(self) -> int:
