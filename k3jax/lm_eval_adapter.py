@@ -150,14 +150,29 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     return Sampling(temperature=temperature or 1.0, top_p=float(settings.get("top_p", 1.0)))
 
 
+def open_tasks(names: Sequence[str], include: str | None) -> TaskManager:
+    """The harness's tasks, or those of the folder ``include`` alone.
+
+    Raises:
+      ValueError: a name is not among them.
+    """
+    manager = TaskManager(include_path=include, include_defaults=include is None)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        found = manager.all_tasks
+        some = ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+        raise ValueError(f"there is no task {unknown[0]!r}; there are {some or 'none'}")
+    return manager
+
+
 def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise app.UsageError(f"give the folder of one run; got {argv[1:]}")
     runtime.start()
     args = flags.FLAGS
     try:
+        manager = open_tasks(args.tasks, args.include)
         model = K3LM.from_run(argv[1], step=args.step, max_length=args.max_length, batch=args.batch)
-        manager = TaskManager(include_path=args.include, include_defaults=args.include is None)
         results = lm_eval.simple_evaluate(model=model, tasks=args.tasks, task_manager=manager, limit=args.limit)
     except (ValueError, OSError, CheckpointError) as error:
         raise SystemExit(f"k3jax.lm_eval_adapter: {error}") from error

@@ -123,3 +123,12 @@ def test_log_likelihoods_and_long_texts(adapted, chances):
 def test_a_prompt_needs_room(adapted):
     with pytest.raises(ValueError, match="max_gen_toks = 48 leaves no room in max_length = 48"):
         adapted._continue([[1]], {"max_gen_toks": 48})
+
+
+def test_a_task_that_is_not_there_is_named(tmp_path):
+    from k3jax.lm_eval_adapter import open_tasks
+
+    write_tasks(tmp_path, {name: [] for name in TASKS})
+    assert open_tasks(["local_choice"], str(tmp_path))
+    with pytest.raises(ValueError, match="no task 'local'; there are local_choice, local_continuation, local_rolling"):
+        open_tasks(["local_choice", "local"], str(tmp_path))
