@@ -8,7 +8,8 @@ import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-from k3jax.report.charts import LIGHT, SERIES, STYLE
+from k3jax.report.palette import LIGHT, SERIES
+from k3jax.report.png import STYLE
 
 COLUMNS = 3
 

@@ -1,281 +1,284 @@
-"""The charts, drawn once by matplotlib: as a PNG file, and as SVG whose colors follow the page's light or dark theme.
+"""The charts of runs as plain numbers: which curves and heat maps there are, and the few points that each needs.
 
-A chart is drawn in the light colors. For the page each of them is replaced by the CSS variable of the same name, so
-that one drawing serves both themes.
+`k3jax.report.svg` draws them for the page, `k3jax.report.png` for files.
 """
 
-import io
-import re
+import dataclasses
 
-import matplotlib
 import numpy as np
-from matplotlib import colors, ticker
-from matplotlib.figure import Figure
 
+from k3jax.report import catalog, palette
+from k3jax.report.axis import Axis
+from k3jax.report.buckets import bucket, raster
+from k3jax.report.fields import Field
 from k3jax.report.run import Run
 
-LIGHT = {
-    "ink": "#1d2329",
-    "soft": "#68727d",
-    "line": "#dfe3e8",
-    "page": "#fcfcfb",
-    "card": "#fffffe",
-    "c0": "#2563c9",
-    "c1": "#d4582a",
-    "c2": "#128068",
-    "c3": "#8649c0",
-    "c4": "#a97c08",
-    "c5": "#bf3a76",
-    "c6": "#4d8f1e",
-    "c7": "#5b6f85",
-}
-DARK = {
-    "ink": "#e8eaed",
-    "soft": "#98a2ad",
-    "line": "#31373e",
-    "page": "#15181b",
-    "card": "#1c2024",
-    "c0": "#74a7ff",
-    "c1": "#ff9166",
-    "c2": "#4fd0b0",
-    "c3": "#c39af0",
-    "c4": "#e2bd4e",
-    "c5": "#f58bb8",
-    "c6": "#97cf63",
-    "c7": "#a3b4c6",
-}
-SERIES = [LIGHT[f"c{i}"] for i in range(8)]
-BALANCE = colors.LinearSegmentedColormap.from_list("balance", ["#2c7d8c", "#8fbf9f", "#f0cf6a", "#e0733e", "#b3203c"])
-
-MAX_POINTS = 400  # of one curve: what a chart of this width can show
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "k3jax",
-    "font.size": 10,
-    "axes.edgecolor": LIGHT["line"],
-    "axes.labelcolor": LIGHT["soft"],
-    "axes.titlecolor": LIGHT["ink"],
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["line"],
-    "grid.linewidth": 0.7,
-    "xtick.color": LIGHT["line"],
-    "ytick.color": LIGHT["line"],
-    "xtick.labelcolor": LIGHT["soft"],
-    "ytick.labelcolor": LIGHT["soft"],
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.labelcolor": LIGHT["ink"],
-    "lines.solid_capstyle": "round",
-    "lines.linewidth": 1.7,
-}
+COLUMNS = 400  # of a curve
+CELLS = 240  # columns of a heat map
+MAX_MAPS = 4  # runs whose heat maps are shown; of more there are only curves
+FEW_ROWS = 3  # lists so short are curves
+LOG_FACTOR = 30  # from where on numbers are shown on a logarithmic scale
 
 
-def loss_png(run: Run) -> bytes:
-    """The loss curves as a PNG on white."""
-    with matplotlib.rc_context(STYLE):
-        figure = _loss_figure(run)
-        figure.axes[0].set_title(run.name)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, facecolor="white")
-    return buffer.getvalue()
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One curve; `low` and `high` are the extremes around it, `color` counts through the palette."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    color: int = 0
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    dots: bool = False
+    faint: bool = False
 
 
-def page_charts(run: Run) -> dict[str, str]:
-    """SVG text by name; a chart whose numbers the run did not log is left out."""
-    makers = {
-        "loss": _loss_figure,
-        "grad_norm": lambda run: _curve_figure(run, "grad_norm", log=True),
-        "update_rms": _update_figure,
-        "lr": lambda run: _curve_figure(run, "lr", color=3),
-        "tokens_per_second": lambda run: _curve_figure(run, "tokens_per_second", color=2),
-        "balance": _balance_figure,
-        "dead_share": _dead_figure,
-    }
-    charts = {}
-    with matplotlib.rc_context(STYLE):
-        for name, make in makers.items():
-            figure = make(run)
-            if figure is not None:
-                charts[name] = _themed_svg(figure)
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """Lines over one axis, from x `span[0]` to `span[1]` and from y `low` to `high`.
+
+    levels: horizontal lines by name. stacked: each line is a part, drawn on top of those before it. x_ticks: places and
+    names on an axis of its own, called `x_name`; None is the axis of the page.
+    """
+
+    title: str
+    lines: list[Line]
+    span: tuple[float, float]
+    low: float
+    high: float
+    log: bool = False
+    unit: catalog.Unit = ""
+    stacked: bool = False
+    levels: dict[str, float] = dataclasses.field(default_factory=dict)
+    x_ticks: list[tuple[float, str]] | None = None
+    x_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Heat:
+    """A table of colors. grid: [rows, columns]; `columns` are the names of its columns, None when they divide the
+    horizontal axis of the page. `low` and `high` are the values at the ends of the color scale."""
+
+    title: str
+    grid: np.ndarray
+    rows: list[str]
+    row_name: str
+    span: tuple[float, float]
+    low: float
+    high: float
+    log: bool = False
+    unit: catalog.Unit = ""
+    colors: palette.Scale = "plain"
+    columns: list[str] | None = None
+    column_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What is shown under one title. A wide one takes the whole width of the page."""
+
+    section: str
+    title: str
+    note: str
+    charts: list[Curves | Heat]
+    wide: bool = False
+
+
+def cards(runs: list[Run], axis: Axis) -> list[Card]:
+    """A card for every number that the training lines hold, except the loss: known ones first, in the catalog's
+    order."""
+    groups: dict[str, tuple[catalog.Spec, dict[str, str]]] = {name: (spec, {}) for name, spec in catalog.SPECS.items()}
+    for run in runs:
+        for name, field in run.train.items():
+            if name in catalog.HIDDEN or not np.isfinite(field.values).any():
+                continue
+            group, member, spec = catalog.find(name, scalar=field.values.ndim == 1)
+            groups.setdefault(group, (spec, {}))[1][name] = member
+    return [_card(spec, names, runs, axis) for spec, names in groups.values() if names]
+
+
+def curves(
+    title: str, lines: list[Line], span: tuple[float, float], *, scale: catalog.Scale = "auto", **rest
+) -> Curves:
+    """A chart whose value axis fits its lines and levels."""
+    ends = [values for line in lines for values in (line.y, line.low, line.high) if values is not None]
+    if rest.get("stacked"):
+        ends = [np.nansum([line.y for line in lines], axis=0)]
+    known = np.concatenate([*map(np.ravel, ends), list(rest.get("levels", {}).values())])
+    known = known[np.isfinite(known)]
+    low, high, log = _range(known, scale)
+    return Curves(title, lines, span, low, high, log, **rest)
+
+
+def line(name: str, x: np.ndarray, y: np.ndarray, axis: Axis, color: int, **rest) -> Line:
+    """A curve of at most COLUMNS points with the extremes around it."""
+    few = bucket(x, y, axis.span, COLUMNS)
+    thinned = few.mean.shape != y.shape
+    return Line(name, few.x, few.mean, color, few.low if thinned else None, few.high if thinned else None, **rest)
+
+
+def _card(spec: catalog.Spec, names: dict[str, str], runs: list[Run], axis: Axis) -> Card:
+    lists = [name for name in names if any(run.train[name].values.ndim > 1 for run in runs if name in run.train)]
+    scalars = {name: member for name, member in names.items() if name not in lists}
+    charts: list[Curves | Heat] = _scalar_charts(spec, scalars, runs, axis) if scalars else []
+    for name in lists:
+        charts += _list_charts(name, spec, runs, axis)
+    return Card(spec.section, spec.title, spec.note, charts, wide=len(runs) > 1 and len(charts) > 1)
+
+
+def _scalar_charts(spec: catalog.Spec, names: dict[str, str], runs: list[Run], axis: Axis) -> list[Curves]:
+    """One run: a chart with a line per name. Several: a chart per name with a line per run."""
+
+    def one(run: Run, name: str, label: str, color: int) -> Line:
+        field = run.train[name]
+        return line(label, axis.places(run, field.steps), field.values, axis, color)
+
+    if len(runs) == 1:
+        lines = [one(runs[0], name, member.replace("_", " "), i) for i, (name, member) in enumerate(names.items())]
+        return [curves("", lines, axis.span, scale=spec.scale, unit=spec.unit, stacked=spec.stacked)]
+    return [
+        curves(
+            member.replace("_", " "),
+            [one(run, name, run.name, i) for i, run in enumerate(runs) if name in run.train],
+            axis.span,
+            scale=spec.scale,
+            unit=spec.unit,
+        )
+        for name, member in names.items()
+    ]
+
+
+def _list_charts(name: str, spec: catalog.Spec, runs: list[Run], axis: Axis) -> list[Curves | Heat]:
+    """Curves, a heat map with a row per entry, and for nested lists a table of the newest values."""
+    found = [(i, run, _rows(run.train[name], spec)) for i, run in enumerate(runs) if name in run.train]
+    several, count = len(runs) > 1, found[0][2].values.shape[1]
+    each = not several and count <= (palette.COLORS if spec.inner == "source" else FEW_ROWS)
+    if each:
+        lines = _entries(*found[0][1:], spec, axis)
+    else:
+        lines = [_envelope(run, field, axis, i, several=several) for i, run, field in found]
+    charts: list[Curves | Heat] = [curves("", lines, axis.span, scale=spec.scale, unit=spec.unit)]
+    if len(runs) <= MAX_MAPS and not (each and count <= FEW_ROWS):
+        charts += _heats(found, spec, axis, several=several)
+    if len(runs) <= MAX_MAPS:
+        charts += [chart for _, run, _ in found for chart in _latest(name, spec, run, several=several)]
     return charts
 
 
-def _themed_svg(figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
-    for name, color in LIGHT.items():
-        text = text.replace(color, f"var(--{name})")
-    return re.sub(r"\n\s*", "\n", text)
+def _entries(run: Run, field: Field, spec: catalog.Spec, axis: Axis) -> list[Line]:
+    """A curve per entry of a list."""
+    x, labels = axis.places(run, field.steps), row_labels(run, spec, field.values.shape[1])
+    return [line(f"{_row_name(spec)} {label}", x, field.values[:, i], axis, i) for i, label in enumerate(labels)]
 
 
-def thin(steps: np.ndarray, values: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most `points` points: means of equal runs of neighbors along the last axis. NaN stays only where all are."""
-    size = -(-steps.shape[-1] // points)
-    if size <= 1:
-        return steps, values
-    edges = np.arange(0, steps.shape[-1], size)
-    known = np.isfinite(values)
-    total = np.add.reduceat(np.where(known, values, 0.0), edges, axis=-1)
-    count = np.add.reduceat(known, edges, axis=-1, dtype=np.int64)
-    means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-    lengths = np.diff(np.append(edges, steps.shape[-1]))
-    return np.add.reduceat(steps, edges) / lengths, means
+def _heats(found: list[tuple[int, Run, Field]], spec: catalog.Spec, axis: Axis, *, several: bool) -> list[Heat]:
+    """A heat map per run, all with the same scale of colors."""
+    everything = np.concatenate([field.values.ravel() for _, _, field in found])
+    low, high, log = _range(everything[np.isfinite(everything)], spec.scale, robust=True)
+    tint: palette.Scale = {"high": "bad", "low": "good", "": "plain"}[spec.extreme]
+    heats = []
+    for _, run, field in found:
+        x = axis.places(run, field.steps)
+        few = bucket(x, field.values.T, axis.span, CELLS)
+        cells = {"high": few.high, "low": few.low, "": few.mean}[spec.extreme]
+        grid = raster(few.x, cells, axis.span, CELLS)
+        width = (axis.span[1] - axis.span[0]) / CELLS
+        ended = axis.span[0] + np.arange(CELLS) * width > x[-1]
+        grid = np.where(ended, np.nan, grid)
+        labels = row_labels(run, spec, len(grid))
+        title = run.name if several else ""
+        heats.append(Heat(title, grid, labels, _row_name(spec), axis.span, low, high, log, spec.unit, tint))
+    return heats
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centered window of 3 % of the points, narrower at the steep start; NaN does not count."""
-    known = np.isfinite(values)
-    total = np.append(0.0, np.cumsum(np.where(known, values, 0.0)))
-    count = np.append(0, np.cumsum(known))
-    places = np.arange(len(values))
-    half = np.minimum(places, len(values) * 3 // 200)
-    low, high = places - half, np.minimum(places + half + 1, len(values))
-    number = count[high] - count[low]
-    return np.where(number > 0, (total[high] - total[low]) / np.maximum(number, 1), np.nan)
+def _rows(field: Field, spec: catalog.Spec) -> Field:
+    """[N, rows]: of nested lists, the extreme over the innermost; of depth sources, the mean over layers."""
+    values = field.values
+    if values.ndim == 2:
+        return field
+    if spec.inner == "source":
+        count = np.isfinite(values).sum(axis=tuple(range(1, values.ndim - 1)))
+        total = np.nansum(values, axis=tuple(range(1, values.ndim - 1)))
+        return Field(field.steps, np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    fill, reduce = (np.inf, np.min) if spec.extreme == "low" else (-np.inf, np.max)
+    worst = reduce(np.where(np.isfinite(values), values, fill), axis=-1)
+    return Field(field.steps, np.where(np.isfinite(worst), worst, np.nan).reshape(len(values), -1))
 
 
-def _axes(width: float, height: float):
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
-    axes.grid(axis="x", visible=False)
-    axes.margins(x=0.01)
-    return figure, axes
+def _envelope(run: Run, field: Field, axis: Axis, color: int, *, several: bool) -> Line:
+    """The mean over the rows, between the lowest and the highest of them."""
+    few = bucket(axis.places(run, field.steps), field.values.T, axis.span, COLUMNS)
+    known = np.isfinite(few.mean)
+    count = known.sum(axis=0)
+    mean = np.where(count > 0, np.nansum(few.mean, axis=0) / np.maximum(count, 1), np.nan)
+    low = np.where(count > 0, np.where(known, few.low, np.inf).min(axis=0), np.nan)
+    high = np.where(count > 0, np.where(known, few.high, -np.inf).max(axis=0), np.nan)
+    return Line(run.name if several else "mean, between lowest and highest", few.x, mean, color, low, high)
 
 
-def _loss_figure(run: Run):
-    """Bits per byte of training batches and of held-out text, against what gzip and xz need for the latter."""
-    figure, axes = _axes(10, 4.2)
-    steps, nats = run.series("loss")
-    noisy_steps, noisy = thin(steps, nats / np.log(2.0))
-    axes.plot(noisy_steps, noisy, color=SERIES[0], alpha=0.25, linewidth=1)
-    axes.plot(noisy_steps, _smooth(noisy), color=SERIES[0], label="training batches")
-    if run.evals:
-        axes.plot(
-            [line["step"] for line in run.evals],
-            [line["bits_per_byte"] for line in run.evals],
-            color=SERIES[1],
-            marker="o",
-            markersize=4,
-            label="held-out files",
-        )
-    for name, sizes in run.baselines.items():
-        axes.axhline(sizes["whole"], color=LIGHT["soft"], linestyle=(0, (4, 3)), linewidth=1.1)
-        axes.annotate(
-            f"{name} {sizes['whole']:.2f}",
-            (1.0, sizes["whole"]),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(5, 0),
-            textcoords="offset points",
-            color=LIGHT["soft"],
-            va="center",
-            fontsize=9,
-        )
-    _log_axis(axes, (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0))
-    axes.set_ylabel("bits per byte")
-    axes.set_xlabel("step")
-    axes.legend(loc="upper right")
-    return figure
+def _latest(name: str, spec: catalog.Spec, run: Run, *, several: bool) -> list[Heat]:
+    """The newest values of nested lists, as a table."""
+    values = run.train[name].values
+    if values.ndim < 3:
+        return []
+    grid = values[-1].reshape(-1, values.shape[-1]).T
+    known = grid[np.isfinite(grid)]
+    if not len(known):
+        return []
+    low, high, log = _range(known, "zero" if spec.inner == "source" else spec.scale)
+    title = f"{run.name}, newest values by layer" if several else "Newest values by layer"
+    inner = [str(i) for i in range(len(grid))]
+    outer = row_labels(run, dataclasses.replace(spec, inner=""), grid.shape[1])
+    outer_name = _row_name(dataclasses.replace(spec, inner=""))
+    inner_name = spec.inner or "entry"
+    return [
+        Heat(title, grid, inner, inner_name, (0, 1), low, high, log, spec.unit, columns=outer, column_name=outer_name)
+    ]
 
 
-def _log_axis(axes, marks: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    marks = marks if high < 300 * low else (1.0,)
-    axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=marks, numticks=12))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(_short))
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
+def row_labels(run: Run, spec: catalog.Spec, count: int) -> list[str]:
+    """The numbers of the layers of a kind, from 1 as the configuration counts them; without it, their own order."""
+    model = run.config.get("model")
+    model = model if isinstance(model, dict) else {}
+    total, full, dense = model.get("layers"), model.get("full_attention"), model.get("dense_layers")
+    layers: list[int] = []
+    if isinstance(total, int) and isinstance(full, list) and isinstance(dense, int):
+        every = range(1, total + 1)
+        layers = {
+            "MLA": [n for n in every if n in full],
+            "KDA": [n for n in every if n not in full],
+            "MoE": [n for n in every if n > dense],
+            "all": list(every),
+        }.get(spec.layers, [])
+    if spec.inner == "source" or not layers or count % len(layers):
+        return [str(i) for i in range(0 if spec.inner == "source" else 1, count + (spec.inner != "source"))]
+    return [str(layer) for layer in layers for _ in range(count // len(layers))]
 
 
-def _curve_figure(run: Run, field: str, *, log: bool = False, color: int = 0):
-    steps, values = thin(*run.series(field))
-    if not np.isfinite(values).any():
-        return None
-    figure, axes = _axes(4.8, 2.7)
-    axes.plot(steps, values, color=SERIES[color], linewidth=1.4)
-    if log and np.nanmin(values) > 0:
-        _log_axis(axes)
+def _row_name(spec: catalog.Spec) -> str:
+    if spec.inner == "source":
+        return "source"
+    return {"": "entry", "all": "layer"}.get(spec.layers, f"{spec.layers} layer")
+
+
+def _range(known: np.ndarray, scale: catalog.Scale, *, robust: bool = False) -> tuple[float, float, bool]:
+    """(low, high, logarithmic) for an axis or, robust, a color scale: there a few outliers only reach its ends."""
+    if not len(known):
+        return 0.0, 1.0, False
+    low, high = (float(x) for x in (np.percentile(known, [0.5, 99.5]) if robust else (known.min(), known.max())))
+    positive = known[known > 0]
+    if len(positive) == len(known):
+        log = scale == "log" or (scale == "auto" and high > LOG_FACTOR * np.percentile(known, 2))
     else:
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(_short))
-    return figure
-
-
-def _update_figure(run: Run):
-    steps, roles = run.by_role("update_rms")
-    roles = {name: values for name, values in roles.items() if np.nanmax(values, initial=0.0) > 0}
-    if not roles:
-        return None
-    figure, axes = _axes(4.8, 2.7)
-    for number, (name, values) in enumerate(roles.items()):
-        style = ("-", (0, (4, 2)), (0, (1, 1.5)))[number // len(SERIES) % 3]
-        axes.plot(*thin(steps, values), color=SERIES[number % len(SERIES)], linestyle=style, linewidth=1.3, label=name)
-    _log_axis(axes)
-    figure.legend(loc="outside lower center", ncols=3, columnspacing=1.2, handlelength=1.6)
-    return figure
-
-
-def _balance_figure(run: Run):
-    """A heat map: a row per MoE layer, color = load of the busiest expert over the mean."""
-    steps, layers = run.by_layer("max_over_mean")
-    if not np.isfinite(layers).any():
-        return None
-    steps, layers = thin(steps, layers, 160)
-    figure, axes = _axes(10, 1.1 + 0.2 * len(layers))
-    top = max(3.0, float(np.nanpercentile(layers, 99)))
-    image = axes.imshow(
-        layers,
-        aspect="auto",
-        interpolation="none",
-        cmap=BALANCE,
-        norm=colors.LogNorm(1.0, top),
-        extent=(steps[0], max(steps[-1], steps[0] + 1), len(layers) + 0.5, 0.5),
-    )
-    axes.grid(visible=False)
-    axes.set_ylabel("MoE layer")
-    axes.set_xlabel("step")
-    axes.yaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick <= top]
-    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=12, ticks=ticks)
-    bar.ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:g}x"))
-    bar.ax.yaxis.set_minor_locator(ticker.NullLocator())
-    bar.outline.set_visible(False)
-    return figure
-
-
-def _dead_figure(run: Run):
-    """Share of experts that received no token: the worst layer and the mean over layers."""
-    steps, layers = run.by_layer("dead_share")
-    known = np.isfinite(layers).all(axis=0)
-    if not known.any():
-        return None
-    steps, layers = steps[known], layers[:, known]
-    figure, axes = _axes(10, 2.2)
-    axes.plot(*thin(steps, layers.max(axis=0)), color=SERIES[1], linewidth=1.4, label="worst layer")
-    axes.plot(*thin(steps, layers.mean(axis=0)), color=SERIES[2], linewidth=1.4, label="mean of the layers")
-    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
-    axes.set_ylim(bottom=0, top=max(0.05, float(layers.max()) * 1.05))
-    axes.set_xlabel("step")
-    axes.legend(loc="upper right")
-    return figure
-
-
-def _short(value: float, _=None) -> str:
-    """Tick text: 14k, 2M, 0.003, 2e-5."""
-    size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:g}M"
-    if size >= 1e3:
-        return f"{value / 1e3:g}k"
-    return f"{value:g}" if size == 0 or size >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
+        log = scale == "log" and 2 * len(positive) > len(known)
+        low = float(positive.min()) if log else low
+    if log:
+        margin = 1.0 if robust else max((high / low) ** 0.03, 1.001)
+        return low / margin, max(high, low * 1.01) * margin, True
+    if high <= low:
+        high = low + (abs(low) * 0.1 or 1.0)
+    margin = 0.0 if robust else 0.04 * (high - low)
+    if scale == "zero" and low >= 0:
+        return 0.0, high + margin, False
+    return low - margin, high + margin, False

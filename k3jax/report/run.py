@@ -1,13 +1,17 @@
-"""What a run left behind, read into memory."""
+"""What a run left behind, read into memory and checked."""
 
 import dataclasses
 import json
 import os
 import pathlib
+from functools import cached_property
 
 import numpy as np
 
 from k3jax.metrics import read_metrics
+from k3jax.report.fields import Field, FieldError, read_fields
+
+SCALARS = frozenset(["loss", "bits_per_byte", "accuracy", "lr", "seconds", "tokens", "tokens_per_second", "mfu"])
 
 
 class ReportError(ValueError):
@@ -15,103 +19,195 @@ class ReportError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened at a step. `details` is the rest of its line."""
+
+    step: int
+    name: str
+    details: dict
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """The files of a run.
 
     Attributes:
-      train, evals: lines of `metrics.jsonl` by kind, in order (schema in `k3jax.metrics`).
-      config: `config.json`, nested.
-      summary: `summary.json` or empty. Shown when present: `bits_per_byte` and `held_out_bytes` of the final
-        evaluation, `baselines` (as `k3jax.data.compression_baselines` returns), `parameters`, `active_parameters`,
-        `seconds`.
-      environment: `environment.json` or empty, flat.
+      name: the folder's, with as much of its path as tells it from the other runs of a comparison.
+      train, evals: numeric fields of the lines of these kinds in `metrics.jsonl` (schema in `k3jax.metrics`), by
+        dotted name. `loss` is always among the former.
+      other: the same for lines of any further kind, under `kind.name`.
+      events: the lines of that kind, in order.
+      clock: seconds of wall-clock time by what they went into, newest line.
+      written: when the newest line was made, in seconds since 1970.
+      config, summary, environment, evaluation: the JSON files of these names, or empty. Of the summary are shown:
+        `bits_per_byte` and `held_out_bytes` of the final evaluation, `baselines` (as
+        `k3jax.data.compression_baselines` returns), `parameters`, `active_parameters`, `seconds`.
       sample: `sample.txt` or empty.
     """
 
     folder: pathlib.Path
-    train: list[dict]
-    evals: list[dict]
+    name: str
+    train: dict[str, Field]
+    evals: dict[str, Field]
+    other: dict[str, Field]
+    events: list[Event]
+    clock: dict[str, float]
+    written: float
     config: dict
     summary: dict
     environment: dict
+    evaluation: dict
     sample: str
 
     @property
-    def name(self) -> str:
-        return self.folder.resolve().name
+    def step(self) -> int:
+        """The newest training step that was logged."""
+        return int(self.train["loss"].steps[-1])
 
     @property
-    def finished(self) -> bool:
-        return bool(self.summary)
+    def steps(self) -> int | None:
+        """Steps of the whole run."""
+        return _integer(self.config.get("steps"))
+
+    @cached_property
+    def loss(self) -> float:
+        """Nats per token: the mean of the last 3 % of the training lines, at least one."""
+        values = self.train["loss"].values
+        last = values[-max(1, len(values) * 3 // 100) :]
+        return float(np.nanmean(last)) if np.isfinite(last).any() else float("nan")
 
     @property
     def bits_per_byte(self) -> float | None:
         """On held-out text: the final evaluation, or the newest one."""
-        return self.summary.get("bits_per_byte") or (self.evals[-1]["bits_per_byte"] if self.evals else None)
+        final = self.summary.get("bits_per_byte")
+        return final if final is not None else last_value(self.evals.get("bits_per_byte"))
 
     @property
     def seconds(self) -> float | None:
         """Wall-clock time of the whole run, or until its newest training line."""
-        return self.summary.get("seconds") or self.train[-1].get("seconds")
+        whole = self.summary.get("seconds")
+        return whole if whole is not None else last_value(self.train.get("seconds"))
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens read until the newest training line."""
+        logged = last_value(self.train.get("tokens"))
+        size = [_integer(self.config.get(name)) for name in ("batch", "seq_len")]
+        return logged if logged is not None or None in size else self.step * size[0] * size[1]
 
     @property
     def baselines(self) -> dict[str, dict[str, float]]:
         """Bits per byte of general compressors on the held-out files, by program."""
-        return self.summary.get("baselines", {})
-
-    def series(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a field of the training lines, where it is a number; null is NaN."""
-        lines = [line for line in self.train if field in line and not isinstance(line[field], (dict, list))]
-        return _array([line["step"] for line in lines]), _array([line[field] for line in lines])
-
-    def by_role(self, field: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps, and one series for each key of a field that holds numbers by name."""
-        lines = [line for line in self.train if isinstance(line.get(field), dict)]
-        names = {name: None for line in lines for name in line[field]}
-        return _array([line["step"] for line in lines]), {
-            name: _array([line[field].get(name) for line in lines]) for name in names
-        }
-
-    def by_layer(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and [layers, steps] of a field of `balance`; empty when the model has no MoE layer."""
-        lines = [line for line in self.train if line.get("balance", {}).get(field)]
-        values = [_array(line["balance"][field]) for line in lines]
-        return _array([line["step"] for line in lines]), np.stack(values, axis=1) if values else np.zeros((0, 0))
+        return self.summary.get("baselines") or {}
 
 
-def read_run(folder: str | os.PathLike) -> Run:
+def last_value(field: Field | None) -> float | None:
+    """The newest number of a field that holds one per line."""
+    if field is None or field.values.ndim > 1:
+        return None
+    known = field.values[np.isfinite(field.values)]
+    return float(known[-1]) if len(known) else None
+
+
+def read_runs(folders: list[str | os.PathLike]) -> list[Run]:
+    """Reads the folders of runs; raises ReportError as described there, also for a folder given twice."""
+    paths = [pathlib.Path(folder).resolve() for folder in folders]
+    twice = [path for number, path in enumerate(paths) if path in paths[:number]]
+    if twice:
+        raise ReportError(f"the run {twice[0]} is given twice")
+    return [read_run(folder, name) for folder, name in zip(folders, _names(paths))]
+
+
+def read_run(folder: str | os.PathLike, name: str | None = None) -> Run:
     """Reads a run's folder; raises ReportError as described there."""
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise ReportError(f"there is no run folder {folder}")
-    try:
-        lines = read_metrics(folder / "metrics.jsonl")
-    except FileNotFoundError as error:
-        raise ReportError(f"{folder} holds no metrics.jsonl: not a run folder, or the run has not started") from error
-    except ValueError as error:
-        raise ReportError(str(error)) from error
-    train = [line for line in lines if line["kind"] == "train"]
+    path = folder / "metrics.jsonl"
+    lines = _read_lines(path)
+    kinds = _by_kind(lines)
+    train = kinds.pop("train", [])
     if not train:
-        raise ReportError(f"{folder / 'metrics.jsonl'} holds no training step yet ({len(lines)} lines)")
-    for line in train:
+        seen = sum(map(len, kinds.values()))
+        raise ReportError(f"{path} holds no training step yet ({seen} lines)")
+    for number, line in train:
         if "loss" not in line:
-            raise ReportError(f"{folder / 'metrics.jsonl'}: the training line of step {line['step']} has no loss")
-    sample = folder / "sample.txt"
+            raise ReportError(f"{path}, line {number}: the training line of step {line['step']} has no loss")
+    evals, events = kinds.pop("eval", []), kinds.pop("event", [])
+    try:
+        fields = read_fields(train, scalars=SCALARS), read_fields(evals, scalars=SCALARS)
+        other = {f"{kind}.{key}": f for kind, lines in kinds.items() for key, f in read_fields(lines).items()}
+    except FieldError as error:
+        raise ReportError(f"{path}, {error}") from error
+    sample, newest = folder / "sample.txt", lines[-1][1]
     return Run(
         folder=folder,
-        train=train,
-        evals=[line for line in lines if line["kind"] == "eval" and line.get("bits_per_byte") is not None],
-        config=_read_object(folder / "config.json", needed=True),
-        summary=_read_object(folder / "summary.json"),
-        environment=_read_object(folder / "environment.json"),
+        name=name or folder.resolve().name,
+        train=_with_shares(fields[0]),
+        evals=fields[1],
+        other=other,
+        events=[_event(line) for _, line in events],
+        clock={name: last_value(field) for name, field in _clock(fields[0]).items()},
+        written=newest["unix"] if type(newest.get("unix")) in (int, float) else path.stat().st_mtime,
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
+        **{kind: _read_object(folder / f"{kind}.json") for kind in ("config", "summary", "environment", "evaluation")},
     )
 
 
-def _read_object(path: pathlib.Path, *, needed: bool = False) -> dict:
+def _clock(train: dict[str, Field]) -> dict[str, Field]:
+    """Seconds by class, classes that never took any left out."""
+    found = {name.removeprefix("clock."): field for name, field in train.items() if name.startswith("clock.")}
+    return {name: field for name, field in found.items() if field.values.ndim == 1 and np.nanmax(field.values) > 0}
+
+
+def _with_shares(train: dict[str, Field]) -> dict[str, Field]:
+    """The fields with `clock_share.*` in place of `clock.*`."""
+    clock = _clock(train)
+    rest = {name: field for name, field in train.items() if not name.startswith("clock.")}
+    if not clock or len({len(field.steps) for field in clock.values()}) > 1:
+        return rest
+    total = np.maximum(np.nansum([field.values for field in clock.values()], axis=0), 1e-9)
+    return rest | {f"clock_share.{name}": Field(field.steps, field.values / total) for name, field in clock.items()}
+
+
+def _read_lines(path: pathlib.Path) -> list[tuple[int, dict]]:
+    """The lines and their numbers in the file."""
+    try:
+        return list(enumerate(read_metrics(path), start=1))
+    except FileNotFoundError as error:
+        raise ReportError(f"{path.parent} holds no {path.name}: not a run, or it has not started") from error
+    except ValueError as error:
+        raise ReportError(str(error)) from error
+
+
+def _by_kind(lines: list[tuple[int, dict]]) -> dict[str, list[tuple[int, dict]]]:
+    """Lines by kind. Where the training or evaluation lines go back to an earlier step, the older ones no longer
+    count."""
+    kinds: dict[str, list[tuple[int, dict]]] = {}
+    for number, line in lines:
+        kept = kinds.setdefault(str(line["kind"]), [])
+        while kept and line["kind"] in ("train", "eval") and kept[-1][1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append((number, line))
+    return kinds
+
+
+def _event(line: dict) -> Event:
+    details = {key: value for key, value in line.items() if key not in ("step", "kind", "event", "unix", "clock")}
+    return Event(line["step"], str(line.get("event", "event")), details)
+
+
+def _names(paths: list[pathlib.Path]) -> list[str]:
+    """The last parts of the paths, as many as make them different."""
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _read_object(path: pathlib.Path) -> dict:
     if not path.exists():
-        if needed:
-            raise ReportError(f"{path.parent} holds no {path.name}: not a run folder, or the run has not started")
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -122,5 +218,5 @@ def _read_object(path: pathlib.Path, *, needed: bool = False) -> dict:
     return content
 
 
-def _array(values) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+def _integer(value) -> int | None:
+    return value if type(value) is int else None
