@@ -46,8 +46,8 @@ def bits_per_byte(predict: Predict, batches: Iterable[Batch], size: int) -> dict
     for batch in batches:
         scores = predict(batch)
         weights_BT = batch.weights_BT.astype(np.float64)
-        nats += (weights_BT * scores.nats).sum()
-        correct += weights_BT[scores.best == batch.targets_BT].sum()
-        tokens += weights_BT.sum()
+        nats += float((weights_BT * scores.nats).sum())
+        correct += float(weights_BT[scores.best == batch.targets_BT].sum())
+        tokens += float(weights_BT.sum())
     per_token = {"nats": nats / max(tokens, 1), "accuracy": correct / max(tokens, 1), "tokens": round(tokens)}
     return {"bits_per_byte": nats / math.log(2) / size, "bytes": size, **per_token} if size else per_token
