@@ -34,8 +34,8 @@ class Example(NamedTuple):
 class TaskDocuments:
     """The examples of one split of a task, a source of documents (:class:`k3jax.data.documents.Documents`).
 
-    Example i has the cell i modulo their number: every cell is met as often. ``count`` is how many there are, by default
-    the share of the split; example i is the same whatever the count.
+    Example i has the cell i modulo their number: every cell is met as often. ``count`` is how many examples there are,
+    by default the share of the split; example i is the same whatever the count.
     """
 
     def __init__(self, task: Task, split: Split, *, seed: int = 0, count: int | None = None):
