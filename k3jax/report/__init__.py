@@ -15,7 +15,7 @@ import pathlib
 from k3jax.report import axis, catalog, png
 from k3jax.report.charts import Card, cards
 from k3jax.report.evaluation import task_cards
-from k3jax.report.loss import held_out_cards, loss_card
+from k3jax.report.loss import loss_card
 from k3jax.report.page import render
 from k3jax.report.run import ReportError, Run, read_runs
 
@@ -53,7 +53,7 @@ def write_report(
 
 def all_cards(runs: list[Run], scale: axis.Axis) -> list[Card]:
     """Every chart, in order of the sections."""
-    found = [loss_card(runs, scale), *cards(runs, scale), *held_out_cards(runs, scale), *task_cards(runs)]
+    found = [loss_card(runs, scale), *cards(runs, scale), *task_cards(runs)]
     return sorted(found, key=lambda card: list(catalog.SECTIONS).index(card.section))
 
 

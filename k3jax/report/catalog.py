@@ -110,16 +110,8 @@ SPECS = {
     ),
 }  # fmt: skip
 
-# Axes and totals, and what the loss says already.
-HIDDEN = frozenset(["seconds", "tokens", "bytes", "unix", "loss", "bits_per_byte", "bits_per_token"])
-
-
-def find(name: str, *, scalar: bool) -> tuple[str, str, Spec]:
-    """(group, member, how it is shown) of a field of the training lines."""
-    if name in SPECS:
-        return name, "", SPECS[name]
-    group, member = split(name, scalar=scalar)
-    return group, member, SPECS.get(group) or Spec("further", words(group))
+COUNTERS = frozenset(["seconds", "tokens", "unix"])  # axes, not curves
+HIDDEN = COUNTERS | {"loss", "bits_per_byte", "bits_per_token"}  # what the chart of the loss shows
 
 
 def split(name: str, *, scalar: bool) -> tuple[str, str]:

@@ -11,12 +11,13 @@ from k3jax.report import catalog, palette
 from k3jax.report.axis import Axis
 from k3jax.report.buckets import bucket, raster
 from k3jax.report.fields import Field
-from k3jax.report.run import Run
+from k3jax.report.run import Run, last_value
 
 COLUMNS = 400  # of a curve
 CELLS = 240  # columns of a heat map
 MAX_MAPS = 4  # runs whose heat maps are shown; of more there are only curves
 FEW_ROWS = 3  # lists so short are curves
+FEW_POINTS = 3  # of so few each is a dot
 LOG_FACTOR = 30  # from where on numbers are shown on a logarithmic scale
 
 
@@ -85,17 +86,60 @@ class Card:
     wide: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One field of the runs that have it: (number of the run, run, field)."""
+
+    name: str
+    label: str
+    found: list[tuple[int, Run, Field]]
+
+    @property
+    def is_list(self) -> bool:
+        return self.found[0][2].values.ndim > 1
+
+
 def cards(runs: list[Run], axis: Axis) -> list[Card]:
-    """A card for every number that the training lines hold, except the loss: known ones first, in the catalog's
-    order."""
-    groups: dict[str, tuple[catalog.Spec, dict[str, str]]] = {name: (spec, {}) for name, spec in catalog.SPECS.items()}
-    for run in runs:
-        for name, field in run.train.items():
-            if name in catalog.HIDDEN or not np.isfinite(field.values).any():
-                continue
-            group, member, spec = catalog.find(name, scalar=field.values.ndim == 1)
-            groups.setdefault(group, (spec, {}))[1][name] = member
-    return [_card(spec, names, runs, axis) for spec, names in groups.values() if names]
+    """A card for every number of the lines: those of training that are known in the catalog's order, any others, those
+    of evaluations, and those of lines of other kinds."""
+    train = [{n: f for n, f in run.train.items() if n not in catalog.HIDDEN} for run in runs]
+    shown_with_loss = {"bytes"} | ({"bits_per_byte"} if in_bits(runs) else set())
+    evals = [{n: f for n, f in run.evals.items() if n not in shown_with_loss | catalog.COUNTERS} for run in runs]
+    others = [run.other for run in runs]
+    return [
+        *_group_cards(train, runs, axis, known=catalog.SPECS),
+        *_group_cards(evals, runs, axis, section="evaluation"),
+        *_group_cards(others, runs, axis),
+    ]
+
+
+def in_bits(runs: list[Run]) -> bool:
+    """Whether the training lines say how many bytes their tokens stand for."""
+    return any(last_value(run.train.get("bits_per_byte")) is not None for run in runs)
+
+
+def _group_cards(
+    tables: list[dict[str, Field]],
+    runs: list[Run],
+    axis: Axis,
+    *,
+    known: dict[str, catalog.Spec] | None = None,
+    section: str = "further",
+) -> list[Card]:
+    """Cards of the fields of every run, those of one group together."""
+    groups: dict[str, tuple[catalog.Spec, dict[tuple[str, bool], Member]]] = {
+        name: (spec, {}) for name, spec in (known or {}).items()
+    }
+    for number, (run, table) in enumerate(zip(runs, tables)):
+        for name, field in table.items():
+            if np.isfinite(field.values).any():
+                is_list = field.values.ndim > 1
+                group, label = (name, "") if name in groups else catalog.split(name, scalar=not is_list)
+                _, members = groups.setdefault(group, (catalog.Spec(section, catalog.words(group)), {}))
+                member = members.setdefault((name, is_list), Member(name, label.replace("_", " "), []))
+                member.found.append((number, run, field))
+    several = len(runs) > 1
+    return [_card(spec, list(members.values()), axis, several=several) for spec, members in groups.values() if members]
 
 
 def curves(
@@ -118,51 +162,47 @@ def line(name: str, x: np.ndarray, y: np.ndarray, axis: Axis, color: int, **rest
     return Line(name, few.x, few.mean, color, few.low if thinned else None, few.high if thinned else None, **rest)
 
 
-def _card(spec: catalog.Spec, names: dict[str, str], runs: list[Run], axis: Axis) -> Card:
-    lists = [name for name in names if any(run.train[name].values.ndim > 1 for run in runs if name in run.train)]
-    scalars = {name: member for name, member in names.items() if name not in lists}
-    charts: list[Curves | Heat] = _scalar_charts(spec, scalars, runs, axis) if scalars else []
-    for name in lists:
-        charts += _list_charts(name, spec, runs, axis)
-    return Card(spec.section, spec.title, spec.note, charts, wide=len(runs) > 1 and len(charts) > 1)
+def _card(spec: catalog.Spec, members: list[Member], axis: Axis, *, several: bool) -> Card:
+    scalars = [member for member in members if not member.is_list]
+    charts: list[Curves | Heat] = _scalar_charts(spec, scalars, axis, several=several) if scalars else []
+    for member in members:
+        if member.is_list:
+            charts += _list_charts(member, spec, axis, several=several)
+    return Card(spec.section, spec.title, spec.note, charts, wide=several and len(charts) > 1)
 
 
-def _scalar_charts(spec: catalog.Spec, names: dict[str, str], runs: list[Run], axis: Axis) -> list[Curves]:
-    """One run: a chart with a line per name. Several: a chart per name with a line per run."""
+def _scalar_charts(spec: catalog.Spec, members: list[Member], axis: Axis, *, several: bool) -> list[Curves]:
+    """One run: a chart with a line per field. Several: a chart per field with a line per run."""
 
-    def one(run: Run, name: str, label: str, color: int) -> Line:
-        field = run.train[name]
-        return line(label, axis.places(run, field.steps), field.values, axis, color)
+    def one(run: Run, field: Field, label: str, color: int) -> Line:
+        dots = spec.section == "evaluation" or len(field.steps) <= FEW_POINTS
+        return line(label, axis.places(run, field.steps), field.values, axis, color, dots=dots)
 
-    if len(runs) == 1:
-        lines = [one(runs[0], name, member.replace("_", " "), i) for i, (name, member) in enumerate(names.items())]
-        return [curves("", lines, axis.span, scale=spec.scale, unit=spec.unit, stacked=spec.stacked)]
-    return [
-        curves(
-            member.replace("_", " "),
-            [one(run, name, run.name, i) for i, run in enumerate(runs) if name in run.train],
-            axis.span,
-            scale=spec.scale,
-            unit=spec.unit,
-        )
-        for name, member in names.items()
-    ]
+    look = {"scale": spec.scale, "unit": spec.unit}
+    if several:
+        return [
+            curves(member.label, [one(run, field, run.name, i) for i, run, field in member.found], axis.span, **look)
+            for member in members
+        ]
+    lines = [one(*member.found[0][1:], member.label or spec.title, i) for i, member in enumerate(members)]
+    stacked = spec.stacked and all(np.array_equal(part.x, lines[0].x) for part in lines)
+    return [curves("", lines, axis.span, stacked=stacked, **look)]
 
 
-def _list_charts(name: str, spec: catalog.Spec, runs: list[Run], axis: Axis) -> list[Curves | Heat]:
+def _list_charts(member: Member, spec: catalog.Spec, axis: Axis, *, several: bool) -> list[Curves | Heat]:
     """Curves, a heat map with a row per entry, and for nested lists a table of the newest values."""
-    found = [(i, run, _rows(run.train[name], spec)) for i, run in enumerate(runs) if name in run.train]
-    several, count = len(runs) > 1, found[0][2].values.shape[1]
+    found = [(i, run, _rows(field, spec)) for i, run, field in member.found]
+    count = found[0][2].values.shape[1]
     each = not several and count <= (palette.COLORS if spec.inner == "source" else FEW_ROWS)
     if each:
         lines = _entries(*found[0][1:], spec, axis)
     else:
         lines = [_envelope(run, field, axis, i, several=several) for i, run, field in found]
-    charts: list[Curves | Heat] = [curves("", lines, axis.span, scale=spec.scale, unit=spec.unit)]
-    if len(runs) <= MAX_MAPS and not (each and count <= FEW_ROWS):
+    charts: list[Curves | Heat] = [curves(member.label, lines, axis.span, scale=spec.scale, unit=spec.unit)]
+    if len(found) <= MAX_MAPS and not (each and count <= FEW_ROWS):
         charts += _heats(found, spec, axis, several=several)
-    if len(runs) <= MAX_MAPS:
-        charts += [chart for _, run, _ in found for chart in _latest(name, spec, run, several=several)]
+    if len(found) <= MAX_MAPS:
+        charts += [table for _, run, field in member.found for table in _latest(run, field, spec, several=several)]
     return charts
 
 
@@ -217,9 +257,9 @@ def _envelope(run: Run, field: Field, axis: Axis, color: int, *, several: bool) 
     return Line(run.name if several else "mean, between lowest and highest", few.x, mean, color, low, high)
 
 
-def _latest(name: str, spec: catalog.Spec, run: Run, *, several: bool) -> list[Heat]:
+def _latest(run: Run, field: Field, spec: catalog.Spec, *, several: bool) -> list[Heat]:
     """The newest values of nested lists, as a table."""
-    values = run.train[name].values
+    values = field.values
     if values.ndim < 3:
         return []
     grid = values[-1].reshape(-1, values.shape[-1]).T

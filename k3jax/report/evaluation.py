@@ -22,7 +22,12 @@ def task_cards(runs: list[Run]) -> list[Card]:
 def source_rows(runs: list[Run]) -> list[tuple[str, list[float | None]]]:
     """Held-out bits per byte of every source, a value per run; raises ReportError for a file of another form."""
     names = {name: None for run in runs for name in _object(run, "sources")}
-    return [(name, [_object(run, "sources").get(name, {}).get("bits_per_byte") for run in runs]) for name in names]
+    rows = [(name, [_object(run, "sources").get(name, {}).get("bits_per_byte") for run in runs]) for name in names]
+    for name, values in rows:
+        for run, value in zip(runs, values):
+            if type(value) not in (int, float, type(None)):
+                raise _refusal(run, f"bits_per_byte of {name} is {value!r}")
+    return rows
 
 
 def _object(run: Run, name: str) -> dict[str, dict]:
@@ -35,6 +40,8 @@ def _object(run: Run, name: str) -> dict[str, dict]:
 def _tasks(run: Run) -> list[dict]:
     """The tasks of a run, with every number that is shown checked."""
     tasks = run.evaluation.get("tasks", [])
+    if type(run.evaluation.get("step", 0)) is not int:
+        raise _refusal(run, f"step is {run.evaluation['step']!r}")
     try:
         for task in tasks:
             name, cells, distances = task["task"], task["cells"], task.get("distances", [])
@@ -62,7 +69,7 @@ def _card(name: str, found: list[tuple[int, Run, dict]], *, several: bool) -> Ca
         charts.append(_by_length(found, several=several))
     if any(task.get("distances") for _, _, task in found):
         charts.append(_by_distance(found, several=several))
-    steps = sorted({run.evaluation.get("step") or 0 for _, run, _ in found})
+    steps = sorted({run.evaluation.get("step", 0) for _, run, _ in found})
     note = f"Accuracy on new examples at step {', '.join(f'{step:,}' for step in steps)}."
     note += " Of needles, the share found whole." if isinstance(charts[0], Heat) else ""
     return Card("evaluation", name, note, charts, wide=several and len(charts) > 2)

@@ -140,6 +140,8 @@ def read_run(folder: str | os.PathLike, name: str | None = None) -> Run:
     except FieldError as error:
         raise ReportError(f"{path}, {error}") from error
     sample, newest = folder / "sample.txt", lines[-1][1]
+    files = {kind: _read_object(folder / f"{kind}.json") for kind in ("config", "summary", "environment", "evaluation")}
+    _check_summary(files["summary"], folder / "summary.json")
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
@@ -150,7 +152,7 @@ def read_run(folder: str | os.PathLike, name: str | None = None) -> Run:
         clock={name: last_value(field) for name, field in _clock(fields[0]).items()},
         written=newest["unix"] if type(newest.get("unix")) in (int, float) else path.stat().st_mtime,
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
-        **{kind: _read_object(folder / f"{kind}.json") for kind in ("config", "summary", "environment", "evaluation")},
+        **files,
     )
 
 
@@ -216,6 +218,20 @@ def _read_object(path: pathlib.Path) -> dict:
     if not isinstance(content, dict):
         raise ReportError(f"{path} must hold an object, but holds {type(content).__name__}")
     return content
+
+
+def _check_summary(summary: dict, path: pathlib.Path) -> None:
+    """Refuses a file whose numbers are none."""
+    single = ("bits_per_byte", "held_out_bytes", "seconds", "parameters", "active_parameters")
+    numbers = {name: summary.get(name) for name in single}
+    try:
+        for program, sizes in (summary.get("baselines") or {}).items():
+            numbers |= {f"baselines.{program}.{size}": sizes[size] + 0.0 for size in ("whole", "per_file")}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ReportError(f"{path} is not what k3jax.train writes: baselines: {error!r}") from error
+    for name, value in numbers.items():
+        if type(value) not in (int, float, type(None)):
+            raise ReportError(f"{path} is not what k3jax.train writes: {name} is {value!r}")
 
 
 def _integer(value) -> int | None:

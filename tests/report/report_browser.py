@@ -31,10 +31,10 @@ class Browser:
         self._in, from_browser = os.pipe()
         self._process = subprocess.Popen(
             [
-                "/bin/sh",
+                "bash",
                 "-c",
                 f'exec "$@" 3<&{to_browser} 4>&{from_browser}',
-                "sh",
+                "bash",
                 path,
                 "--headless=new",
                 "--remote-debugging-pipe",

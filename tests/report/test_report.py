@@ -162,9 +162,18 @@ def test_unknown_numbers_are_shown_and_text_is_not(tmp_path):
     line = {"queue": {"full": 1, "empty": 2}, "by_head": [[1.0, 2.0], [3.0]], "phase": "warm", "flags": ["a"], "z": 3}
     folder = bare(tmp_path / "run", line, line)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step":2,"kind":"resources","power":3.5}\n{"step":2,"kind":"eval","accuracy":{"sums":0.5}}\n')
+        file.write('{"step":2,"kind":"resources","power":3.5,"by_core":[1,2,3,4]}\n')
+        file.write('{"step":2,"kind":"eval","accuracy":{"sums":0.5}}\n')
     cards = cards_of(folder)
-    assert list(cards) == ["Loss, nats per token", "Accuracy", "Queue", "By head", "Z", "Resources"]
+    assert list(cards) == [
+        "Loss, nats per token",
+        "Accuracy",
+        "Queue",
+        "By head",
+        "Z",
+        "Resources",
+        "Resources, by core",
+    ]
     assert [line.name for line in cards["Queue"].charts[0].lines] == ["full", "empty"]
     np.testing.assert_array_equal(cards["By head"].charts[-1].grid, [[1, 3], [2, np.nan]])
 
@@ -277,6 +286,10 @@ def test_broken_folders_are_named(tmp_path):
     (folder / "config.json").write_text("[]")
     assert "must hold an object, but holds list" in message(folder)
     (folder / "config.json").write_text("{}")
+    for harm in ({"seconds": "1"}, {"baselines": {"gzip": {"whole": 2.0}}}, {"baselines": 3}):
+        (folder / "summary.json").write_text(json.dumps(harm))
+        assert "summary.json is not what k3jax.train writes" in message(folder)
+    (folder / "summary.json").unlink()
     assert "is given twice" in message(folder, tmp_path / "run" / ".." / "run")
     for harm in ({"cells": []}, {"cells": [{"length": 0}]}, {"chance": "low"}, {"task": 3}):
         broken = evaluation(7)
