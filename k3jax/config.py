@@ -8,7 +8,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-RematPolicy = Literal["none", "dots", "full"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -248,6 +247,50 @@ class FullAttnRes:
 Residual = PlainResidual | BlockAttnRes | FullAttnRes
 
 
+Activation = Literal["layer_input", "projected", "states", "attended", "mixer_out", "routing", "dispatch"]
+Storage = Literal["device", "host", "fp8", "fp8_host"]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Rematerialization that keeps the named tensors of a layer, in the named storage, and computes the rest again.
+
+    names:
+      layer_input: the running sum, which every policy keeps; naming it says where.
+      projected: what the projections of a mixer give to its convolutions (KDA) or its attention (MLA).
+      states: what the chunks of KDA start from, and their inverses.
+      attended: the output of recurrence or attention, before gate and projection.
+      mixer_out: the output of the mixer.
+      routing: the chosen experts.
+      dispatch: the input of the routed experts.
+    storage: where and how. "host" is pinned memory of the host. "fp8" is block-wise FP8 (e4m3, 128 values a scale), for
+      storage only and only of floating-point tensors. Integers stay in device memory as they are.
+    """
+
+    names: tuple[Activation, ...] = ("projected", "attended", "routing", "dispatch")
+    storage: Storage = "device"
+
+    def __post_init__(self):
+        require_choice(self, "storage", Storage)
+        valid = ", ".join(get_args(Activation))
+        wrong = [name for name in self.names if name not in get_args(Activation)]
+        require(not wrong, f"Save.names has {wrong}, but they must be among {valid}")
+        distinct = len(set(self.names)) == len(self.names) > 0
+        require(distinct, f"Save.names = {self.names}, but it must be one or more of {valid}, each once")
+        moved = self.storage == "host" or "layer_input" not in self.names
+        require(
+            moved,
+            f"Save.names has 'layer_input' with storage {self.storage!r}, but it can only move to 'host': it stays on "
+            "the device anyway, and a layer computed again from a rounded input has other gradients",
+        )
+        exact = self.storage in ("device", "host") or "states" not in self.names
+        require(exact, f"Save.names has 'states' with storage {self.storage!r}, but the recurrence amplifies rounding")
+
+
+Remat = Literal["none", "dots", "full"]
+RematPolicy = Remat | Save
+
+
 class LayerKind(NamedTuple):
     """What distinguishes one decoder layer's code from another's."""
 
@@ -290,7 +333,8 @@ class ModelConfig:
             f"ModelConfig.dense_layers = {self.dense_layers}, but the model has {self.layers} layers",
         )
         require_choice(self, "dtype", Dtype)
-        require_choice(self, "remat", RematPolicy)
+        if not isinstance(self.remat, Save):
+            require_choice(self, "remat", Remat)
         for name in ("eps", "init_std"):
             value = getattr(self, name)
             require(value > 0, f"ModelConfig.{name} = {value}, but it must be positive")

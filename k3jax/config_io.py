@@ -144,7 +144,8 @@ def _item_hint(hint: Any, length: int, index: int) -> Any:
 
 def _build(hint: Any, value: Any, path: str, *, complete: bool) -> Any:
     """``value``, as read from JSON or a setting, as an instance of ``hint``."""
-    if _classes(hint) and isinstance(value, (Mapping, _Call, _Name)):
+    word = isinstance(value, _Name) and value not in _classes(hint) and Literal in map(get_origin, _options(hint))
+    if _classes(hint) and isinstance(value, (Mapping, _Call, _Name)) and not word:
         cls, fields = _selected(hint, value, path)
         return _construct(cls, fields, path, complete=complete)
     for option in _options(hint):

@@ -21,13 +21,17 @@ class Stream(NamedTuple):
 
     running: [B, T, D] sum of the sub-layer outputs since the last block was closed (the hidden state when there is no
       depth mixture).
-    sources: [S, B, T, D] closed blocks, the embedding first; slots from ``count`` on are not filled yet.
+    sources: [S, B, T, D] closed blocks, the embedding first; slots from ``count`` on do not count, whatever they hold.
+      A slot is written once, and never inside a layer (:func:`open_block`, :func:`settle`), so that what every layer
+      reads is the final buffer with fewer slots in it (:func:`k3jax.model.memory.remembered`).
     count: [] int32.
+    closed: [B, T, D], a block closed inside a layer, last in the count and not yet in its slot; None between layers.
     """
 
     running: Array
     sources: Array
     count: Array
+    closed: Array | None = None
 
 
 def source_slots(residual: c.Residual, layers: int) -> int:
@@ -109,7 +113,7 @@ def _scores(eps: float, stream: Stream, u_D: Array) -> tuple[Array, Array]:
 
 
 def _mix_fwd(eps, stream, u_D):
-    return mix(eps, stream, u_D), (stream, u_D)
+    return mix(eps, stream, u_D), (stream._replace(closed=None), u_D)
 
 
 def _mix_bwd(eps, saved, dh_BTD):
@@ -143,19 +147,37 @@ def _mix_bwd(eps, saved, dh_BTD):
 mix.defvjp(_mix_fwd, _mix_bwd)
 
 
-def add(stream: Stream, out_BTD: Array, *, close: bool | Array = False) -> Stream:
-    """Adds a sub-layer's output; with ``close``, stores the running sum as a source first and restarts from ``out``.
+def open_block(stream: Stream, starts: bool | Array) -> Stream:
+    """Before a layer: copies the running sum into the next slot if the layer starts a depth block. It counts from
+    :func:`add` on.
 
     The update is a slice under a condition: a broadcast ``where`` would save a mask of the whole buffer.
     """
-    if close is False:
-        return stream._replace(running=stream.running + out_BTD)
+    if starts is False:
+        return stream
 
     def store(sources):
         return jax.lax.dynamic_update_index_in_dim(sources, stream.running, stream.count, axis=0)
 
+    if starts is True:
+        return stream._replace(sources=store(stream.sources))
+    return stream._replace(sources=jax.lax.cond(starts, store, lambda sources: sources, stream.sources))
+
+
+def add(stream: Stream, out_BTD: Array, *, close: bool | Array = False) -> Stream:
+    """Adds a sub-layer's output; with ``close``, counts the running sum as a source and restarts from ``out``."""
+    if close is False:
+        return stream._replace(running=stream.running + out_BTD)
     if close is True:
-        return Stream(out_BTD, store(stream.sources), stream.count + 1)
-    sources = jax.lax.cond(close, store, lambda sources: sources, stream.sources)
+        return Stream(out_BTD, stream.sources, stream.count + 1, closed=stream.running)
     keep = jnp.where(close, 0, 1).astype(stream.running.dtype)
-    return Stream(keep * stream.running + out_BTD, sources, stream.count + close.astype(jnp.int32))
+    count = stream.count + close.astype(jnp.int32)
+    return stream._replace(running=keep * stream.running + out_BTD, count=count)
+
+
+def settle(stream: Stream) -> Stream:
+    """After a layer: writes the block that was closed inside it into its slot."""
+    if stream.closed is None:
+        return stream
+    sources = jax.lax.dynamic_update_index_in_dim(stream.sources, stream.closed, stream.count - 1, axis=0)
+    return Stream(stream.running, sources, stream.count)

@@ -9,7 +9,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
-from k3jax.model import attnres, balancing, kda, layout, mla
+from k3jax.model import attnres, balancing, kda, layout, memory, mla
 from k3jax.model.ffn import GatedFFN
 from k3jax.model.kda import KDALayer
 from k3jax.model.mla import MLALayer
@@ -74,7 +74,7 @@ class Layer(nnx.Module):
             y, gauges = self.mixer.observed(model, x, inputs.segment_ids)
         else:
             y = self.mixer(model, x, inputs.segment_ids)
-        stream = _add_mixer(model, stream, y, closes)
+        stream = _add_mixer(model, stream, memory.mark(y, "mixer_out"), closes)
         depth += [self.ffn_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         stream, seen = self._feed_forward(model, stream, inputs.valid, observe)
         hidden = stream.running if capture else None
@@ -82,13 +82,14 @@ class Layer(nnx.Module):
 
     def extend(self, model, stream, closes, cache: Cache, new: Continuation):
         """The stream and the cache after T more tokens of each row."""
+        stream = _open(model, stream, closes)
         x = self._read(model, stream, "mixer")
         where = new.start if isinstance(self.mixer, MLALayer) else new.lengths
         y, cache = self.mixer.extend(model, x, cache, where)
         stream = _add_mixer(model, stream, y, closes)
         valid = jnp.ones(x.shape[:2], bool)
         stream, _ = self._feed_forward(model, stream, valid, observe=False)
-        return stream, cache
+        return attnres.settle(stream), cache
 
     def _read(self, model, stream, site):
         """What a sub-layer reads: the depth mixture or the running sum, normalized."""
@@ -115,6 +116,42 @@ def _add_mixer(model, stream, y, closes):
             return attnres.add(stream, y, close=True)
         case c.BlockAttnRes():
             return attnres.add(stream, y, close=closes)
+
+
+def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool):
+    """One layer as the body of a scan: ``(stream, final), (layer, closes) -> (stream, final), report``.
+
+    The layer reads the buffer of depth sources and keeps what ``model.remat`` says (``final``: see
+    :func:`k3jax.model.memory.remembered`); the buffer is written before and after it.
+    """
+
+    def layer_fn(running, sources, rest):
+        layer, count, closes, inputs = rest
+        stream = attnres.Stream(running, sources, count)
+        stream, report = layer(model, stream, closes, inputs, observe=observe, capture=capture)
+        return stream._replace(sources=None), report
+
+    remembered = memory.remembered(model.remat, layer_fn)
+
+    def step(carry, x):
+        (stream, final), (layer, closes) = carry, x
+        stream = _open(model, stream, closes)
+        rest = layer, stream.count, closes, inputs
+        (after, report), final = remembered(stream.running, stream.sources, rest, final)
+        return (attnres.settle(after._replace(sources=stream.sources)), final), report
+
+    return step
+
+
+def _open(model, stream, closes):
+    """Before a layer: makes room for what it closes (see :func:`k3jax.model.attnres.open_block`)."""
+    match model.residual:
+        case c.PlainResidual():
+            return stream
+        case c.FullAttnRes():
+            return attnres.open_block(stream, True)
+        case c.BlockAttnRes():
+            return attnres.open_block(stream, closes)
 
 
 def make_segment(model: c.ModelConfig, segment: layout.Segment) -> nnx.List:
@@ -156,14 +193,3 @@ def run_segment(segment: layout.Segment, layer_fn, carry, xs_per_run: list):
         return carry, outs
 
     return scan(repeat, carry, xs_per_run, segment.repeats)
-
-
-def checkpointed(policy: c.RematPolicy, fn):
-    """``fn`` under a rematerialization policy: ``none`` saves all, ``dots`` matmul outputs, ``full`` inputs only."""
-    match policy:
-        case "none":
-            return fn
-        case "dots":
-            return jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        case "full":
-            return jax.checkpoint(fn)

@@ -12,6 +12,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
+from k3jax.model.memory import mark
 from k3jax.roles import Role
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.inputs import log_decay
@@ -159,6 +160,7 @@ class KDALayer(nnx.Module):
                 "btr,rhk->bthk", nn.einsum("btd,dr->btr", x_BTD, self.forget_in[...]), self.forget_out[...]
             )
             beta = nn.einsum("btd,dh->bth", x_BTD, self.beta[...])
+            inputs, raw_gate, beta = mark((inputs, raw_gate, beta), "projected")
         with jax.named_scope("kda_conv"):
             history = cache.conv if cache else (None,) * 3
             weights = [getattr(self, f"{name}_conv")[...] for name in "qkv"]
@@ -177,7 +179,7 @@ class KDALayer(nnx.Module):
                 initial_state=cache.state if cache else None,
             )
         with jax.named_scope("kda_output"):
-            o = self._gated_norm(model, o, x_BTD)
+            o = self._gated_norm(model, mark(o, "attended"), x_BTD)
             y = nn.einsum("bthv,dhv->btd", o, self.out[...])
         return y, state, inputs, raw_gate
 

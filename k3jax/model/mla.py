@@ -12,6 +12,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
+from k3jax.model.memory import mark
 from k3jax.roles import Role
 from k3jax.shapes import PADDING_SEGMENT
 
@@ -133,7 +134,7 @@ class MLALayer(nnx.Module):
         position = jnp.arange(x_BTD.shape[1])[None]
         q, latent, shared = self._project(model, x_BTD, position)
         o, max_logit = self._expanded(model, q, latent, shared, position, position, segment_ids, segment_ids)
-        return self._output(model, o, x_BTD), max_logit
+        return self._output(model, mark(o, "attended"), x_BTD), max_logit
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: MLACache, start_B: Array) -> tuple[Array, MLACache]:
         """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``.
@@ -169,7 +170,7 @@ class MLALayer(nnx.Module):
                 turned = rotate(q[..., spec.nope_dim :], position, spec.position.theta)
                 q = jnp.concatenate([q[..., : spec.nope_dim], turned], axis=-1)
                 shared = rotate(shared, position, spec.position.theta)
-        return q, latent, shared
+        return mark((q, latent, shared), "projected")
 
     def _expanded(self, model, q, latent, shared, query_position, key_position, query_segment=None, key_segment=None):
         with jax.named_scope("mla_expanded"):

@@ -14,6 +14,7 @@ from k3jax import config as c
 from k3jax import nn
 from k3jax.model import balancing
 from k3jax.model.ffn import GatedFFN, gated
+from k3jax.model.memory import mark
 from k3jax.roles import Role
 
 ROW_BLOCK = 128
@@ -42,7 +43,7 @@ def route(x_ND: Array, router_DE: Array, bias_E: Array, active: int, scale: floa
     )
     scores = jax.nn.sigmoid(logits)
     top, experts = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias_E, active + 1)
-    experts = experts[:, :active]
+    experts = mark(experts[:, :active], "routing")
     chosen = jnp.take_along_axis(scores, experts, axis=1)
     weights = scale * chosen / (chosen.sum(axis=-1, keepdims=True) + 1e-20)
     return Routing(experts, weights, scores, top)
@@ -137,7 +138,7 @@ class MoELayer(nnx.Module):
             routing = route(x_ND, self.router[...], self.bias[...], spec.active, spec.scale)
         with jax.named_scope("moe_experts"):
             z = nn.einsum("nd,dl->nl", x_ND, self.latent_down[...]) if spec.latent else x_ND
-            u = expert_mix(z, routing, self.gate[...], self.up[...], self.down[...], model.activation)
+            u = expert_mix(mark(z, "dispatch"), routing, self.gate[...], self.up[...], self.down[...], model.activation)
             if spec.latent:
                 u = nn.rms_norm(u, self.latent_norm[...], model.eps) if spec.latent.norm else u
                 u = nn.einsum("nl,dl->nd", u, self.latent_up[...])

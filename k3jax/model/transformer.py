@@ -9,13 +9,13 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
-from k3jax.model import attnres, kda, layout, mla
+from k3jax.model import attnres, kda, layout, memory, mla
 from k3jax.model.block import (
     Cache,
     Continuation,
     Inputs,
     LayerReport,
-    checkpointed,
+    layer_step,
     make_segment,
     run_segment,
 )
@@ -75,17 +75,14 @@ class Transformer(nnx.Module):
         valid = jnp.ones(tokens_BT.shape, bool) if segment_ids is None else segment_ids != PADDING_SEGMENT
         inputs = Inputs(segment_ids, valid)
 
-        def layer_fn(stream, x):
-            layer, closes = x
-            return layer(model, stream, closes, inputs, observe=observe, capture=capture)
-
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
-        reports = []
-        flags = _closing_flags(model, segments)
-        for segment, layers, closes in zip(segments, self.segments, flags):
-            step = checkpointed(model.remat, layer_fn)
-            stream, outs = run_segment(segment, step, stream, list(zip(layers, closes)))
+        step = layer_step(model, inputs, observe=observe, capture=capture)
+        carry, reports = (stream, jnp.zeros_like(stream.sources)), []
+        for segment, layers, closes in zip(segments, self.segments, _closing_flags(model, segments)):
+            carry, outs = run_segment(segment, step, carry, list(zip(layers, closes)))
             reports.append(outs)
+        stream, final = carry
+        stream = stream._replace(sources=memory.end(stream.sources, final))
         return self._final(model, stream), reports
 
     def extend(

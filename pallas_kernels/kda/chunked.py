@@ -18,6 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.kda import inputs, slots
 from pallas_kernels.kda.intra_chunk import Factors, factors, matmul, unit_lower_inverse
@@ -56,6 +57,7 @@ def _kda_fwd(lower_bound, chunk, tokens, parameters, initial_BNHKV, docs):
 
     count = chunks[0].shape[1]
     final_BNHKV, (o, starts, inverses) = jax.lax.scan(step, initial_BNHKV, (jnp.arange(count), docs))
+    starts, inverses = checkpoint_name((starts, inverses), "states")
     residuals = (tokens, parameters, initial_BNHKV, docs, starts, inverses)
     return (_join(o, v.shape[1]), final_BNHKV), residuals
 

@@ -8,7 +8,7 @@ import pytest
 from k3jax import config as c
 from k3jax import nn
 from k3jax.model import attnres
-from k3jax.model.attnres import Stream, add, closes_block, mix, source_slots, start
+from k3jax.model.attnres import Stream, add, closes_block, mix, open_block, settle, source_slots, start
 
 LAYERS, SHAPE = 3, (2, 3, 8)
 EPS = 1e-5
@@ -61,11 +61,13 @@ def _with_stream(residual, x, weights):
     plain, full = isinstance(residual, c.PlainResidual), isinstance(residual, c.FullAttnRes)
     stream = start(residual, LAYERS, x)
     for layer, (w_mixer, w_ffn, site_mixer, site_ffn) in enumerate(weights):
-        h = stream.running if plain else _mix_at(stream, site_mixer)
         close = closes_block(residual, layer)
-        stream = add(stream, jnp.tanh(h @ w_mixer), close=close if plain or full else jnp.array(close))
+        close = close if plain or full else jnp.array(close)
+        stream = open_block(stream, close)
+        h = stream.running if plain else _mix_at(stream, site_mixer)
+        stream = add(stream, jnp.tanh(h @ w_mixer), close=close)
         h = stream.running if plain else _mix_at(stream, site_ffn)
-        stream = add(stream, jnp.tanh(h @ w_ffn), close=full)
+        stream = settle(add(stream, jnp.tanh(h @ w_ffn), close=full))
     out = stream.running if plain else _mix_at(stream, weights[0][2])
     return out, stream.count
 
@@ -122,11 +124,15 @@ def test_a_traced_close_equals_a_static_one():
     """Bit for bit, in value and gradient."""
     running, out, *sources = jnp.asarray(_normal(4, *SHAPE))
     stream = Stream(running, jnp.stack(sources), jnp.array(1))
+
+    def closing(close):
+        def both(stream, out):
+            return add(open_block(stream._replace(count=jnp.array(1)), close), out, close=close)[:2]
+
+        return both
+
     for close in (False, True):
-        got, want = (
-            jax.vjp(lambda s, o, flag=flag: add(s._replace(count=stream.count), o, close=flag)[:2], stream, out)
-            for flag in (jnp.array(close), close)
-        )
+        got, want = (jax.vjp(closing(flag), stream, out) for flag in (jnp.array(close), close))
         jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
         cotangent = (3 * running, jnp.stack([out, running]))
         for a, b in zip(jax.tree.leaves(got[1](cotangent)), jax.tree.leaves(want[1](cotangent))):
