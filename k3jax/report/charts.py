@@ -40,7 +40,7 @@ class Curves:
     """Lines over one axis, from x `span[0]` to `span[1]` and from y `low` to `high`.
 
     levels: horizontal lines by name. stacked: each line is a part, drawn on top of those before it. x_ticks: places and
-    names on an axis of its own, called `x_name`; None is the axis of the page.
+    names on an axis of its own, called `x_name`; None is the axis of the page. legend: whether its lines need names.
     """
 
     title: str
@@ -54,6 +54,7 @@ class Curves:
     levels: dict[str, float] = dataclasses.field(default_factory=dict)
     x_ticks: list[tuple[float, str]] | None = None
     x_name: str = ""
+    legend: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _scalar_charts(spec: catalog.Spec, members: list[Member], axis: Axis, *, sev
         ]
     lines = [one(*member.found[0][1:], member.label or spec.title, i) for i, member in enumerate(members)]
     stacked = spec.stacked and all(np.array_equal(part.x, lines[0].x) for part in lines)
-    return [curves("", lines, axis.span, stacked=stacked, **look)]
+    return [curves("", lines, axis.span, stacked=stacked, legend=len(lines) > 1, **look)]
 
 
 def _list_charts(member: Member, spec: catalog.Spec, axis: Axis, *, several: bool) -> list[Curves | Heat]:

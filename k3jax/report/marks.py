@@ -23,7 +23,7 @@ class Mark:
 
 def marks(run: Run, axis: Axis) -> list[Mark]:
     """The events of a run that deserve one, in order."""
-    shown = [event for event in run.events if not event.name.startswith(QUIET)]
+    shown = [event for event in run.events if not (event.name.startswith(QUIET) or is_done(event))]
     places = axis.places(run, np.array([event.step for event in shown], np.float64)) if shown else []
     return [Mark(float(x), kind_of(event)) for x, event in zip(places, shown)]
 
@@ -38,12 +38,18 @@ def kind_of(event: Event) -> Kind:
     return next((kind for kind, known in words.items() if event.name.startswith(known)), "other")
 
 
+def is_done(event: Event) -> bool:
+    """Whether this is the end of a run that came to its last step."""
+    return event.name.startswith("stop") and event.details.get("reason") == "done"
+
+
 def describe(event: Event) -> str:
     """The details of an event in one line."""
-    return ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in event.details.items())
+    words = ("" if key == "reason" else f"{key.replace('_', ' ')} " for key in event.details)
+    return ", ".join(f"{word}{_short(value)}" for word, value in zip(words, event.details.values()))
 
 
 def _short(value) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value)
+    return value.replace("_", " ") if isinstance(value, str) else str(value)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from k3jax.report.marks import describe
+from k3jax.report.marks import describe, is_done
 from k3jax.report.run import Run, last_value
 
 QUIET_SECONDS = 300  # a run that has not logged for so long, and for five times its usual pause, has ended
@@ -39,9 +39,9 @@ class Number:
 def status(run: Run, now: float | None = None) -> Status:
     """Whether a run goes on, from its summary, its last event, and the time since it last logged."""
     where = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    if run.summary:
-        return Status("finished", f"at {where}")
     last = run.events[-1] if run.events else None
+    if run.summary or (last is not None and last.step >= run.step and is_done(last)):
+        return Status("finished", f"at {where}")
     if last is not None and last.step >= run.step and last.name.startswith(("stop", "preempt", "end", "interrupt")):
         return Status("stopped", f"at {where}: {describe(last) or last.name}")
     age = (time.time() if now is None else now) - run.written
@@ -60,6 +60,8 @@ def count(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """The two largest units."""
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
     seconds = round(seconds)
     for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
@@ -105,8 +107,9 @@ def _typical(name: str) -> Callable[[Run], float | None]:
     return value
 
 
-def _newest(name: str) -> Callable[[Run], float | None]:
-    return lambda run: last_value(run.train.get(name))
+def _goodput(run: Run) -> float | None:
+    final = run.summary.get("goodput")
+    return final if final is not None else last_value(run.train.get("goodput"))
 
 
 def _device_hours(run: Run) -> float | None:
@@ -128,7 +131,7 @@ NUMBERS = (
     Number("device hours", _device_hours, "{:,.3g}".format),
     Number("tokens per second", _typical("tokens_per_second"), count, "high"),
     Number("FLOP utilization", _typical("mfu"), percent, "high"),
-    Number("goodput", _newest("goodput"), percent, "high"),
+    Number("goodput", _goodput, percent, "high"),
     Number("skipped steps", _happened("skip"), "{:,}".format),
     Number("restarts", _happened("resume"), "{:,}".format),
     Number("parameters", lambda run: run.summary.get("parameters"), count),

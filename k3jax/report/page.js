@@ -17,6 +17,12 @@
     line.append(label, number);
     return line;
   };
+  const extremes = (figure, path, place, value) => {
+    const color = path.getAttribute("class").replace("line ", "");
+    const band = [...figure.querySelectorAll(".band")].filter(b => b.getAttribute("class") === "band " + color);
+    const ys = band.flatMap(points).filter(p => p[0] === place).map(p => p[1]);
+    return ys.length ? ` (${value(Math.max(...ys))} to ${value(Math.min(...ys))})` : "";
+  };
   const curves = (figure, share) => {
     const {x, y, log, unit, name, stacked} = figure.dataset, rows = [];
     let place = null, below = 1000;
@@ -25,9 +31,11 @@
       for (const p of points(path)) if (!near || Math.abs(p[0] - share * 1000) < Math.abs(near[0] - share * 1000)) near = p;
       if (!near || Math.abs(near[0] - share * 1000) > 60) continue;
       place ??= near[0] / 1000;
-      const value = stacked ? (below - near[1]) / 1000 * (pair(y)[1] - pair(y)[0]) : at(1 - near[1] / 1000, pair(y), +log);
+      const text = down => short(at(1 - down / 1000, pair(y), +log), unit);
+      const part = (below - near[1]) / 1000 * (pair(y)[1] - pair(y)[0]);
       below = near[1];
-      rows.push(row(path.dataset.n, short(value, unit), path.getAttribute("class").replace("line", "")));
+      const shown = stacked ? short(part, unit) : text(near[1]) + extremes(figure, path, near[0], text);
+      rows.push(row(path.dataset.n, shown, path.getAttribute("class").replace("line", "")));
     }
     if (!rows.length) return [place, rows];
     let where = Math.round(at(place, pair(x))).toLocaleString("en");
@@ -56,6 +64,7 @@
       if (!rows.length) return;
       hair.style.left = 100 * place + "%";
       tip.replaceChildren(...rows);
+      tip.classList.toggle("under", box.width < 480);
       tip.style.left = share > .5 ? "auto" : `calc(${100 * share}% + 14px)`;
       tip.style.right = share > .5 ? `calc(${100 - 100 * share}% + 14px)` : "auto";
       plot.append(hair, tip);

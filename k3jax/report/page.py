@@ -87,8 +87,9 @@ def _results(runs: list[Run]) -> str:
             for run, value in zip(runs, values)
         )
         rows.append(f"<tr><th>{number.name}</th>{cells}</tr>")
-    for name, sizes in runs[0].baselines.items():
-        cells = "".join(f"<td>{run.baselines.get(name, sizes)['whole']:.3f}</td>" for run in runs)
+    for name in {name: None for run in runs for name in run.baselines}:
+        sizes = [run.baselines.get(name) for run in runs]
+        cells = "".join(f"<td>{MISSING if size is None else format(size['whole'], '.3f')}</td>" for size in sizes)
         rows.append(f"<tr><th>{html.escape(name)} on the held-out files</th>{cells}</tr>")
     return (
         f"<section class='card wide'><h3>Final numbers</h3><div class=scroll><table class=several>{_head(runs)}"

@@ -97,6 +97,7 @@ def _curves(axes, chart: Curves, runs: list[Run], axis: Axis) -> None:
     axes.set_yticks(places, [short(place, chart.unit) for place in places])
     axes.set_ylim(chart.low, chart.high)
     axes.set_xlim(*chart.span)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: short(x)))
     axes.set_xlabel(axis.quantity if chart.x_ticks is None else chart.x_name, color=LIGHT["soft"])
     if chart.x_ticks is not None:
@@ -126,6 +127,7 @@ def _heat(axes, chart: Heat, axis: Axis) -> None:
     axes.set_yticks(np.arange(0, rows, every) + 0.5, chart.rows[::every])
     axes.set_ylabel(chart.row_name, color=LIGHT["soft"])
     axes.set_xlabel(chart.column_name if chart.columns else axis.quantity, color=LIGHT["soft"])
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: short(x)))
     if chart.columns:
         every = max(1, -(-columns // 14))

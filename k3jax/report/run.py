@@ -41,7 +41,7 @@ class Run:
       written: when the newest line was made, in seconds since 1970.
       config, summary, environment, evaluation: the JSON files of these names, or empty. Of the summary are shown:
         `bits_per_byte` and `held_out_bytes` of the final evaluation, `baselines` (as
-        `k3jax.data.compression_baselines` returns), `parameters`, `active_parameters`, `seconds`.
+        `k3jax.data.compression_baselines` returns), `parameters`, `active_parameters`, `seconds`, `goodput`.
       sample: `sample.txt` or empty.
     """
 
@@ -222,7 +222,7 @@ def _read_object(path: pathlib.Path) -> dict:
 
 def _check_summary(summary: dict, path: pathlib.Path) -> None:
     """Refuses a file whose numbers are none."""
-    single = ("bits_per_byte", "held_out_bytes", "seconds", "parameters", "active_parameters")
+    single = ("bits_per_byte", "held_out_bytes", "seconds", "goodput", "parameters", "active_parameters")
     numbers = {name: summary.get(name) for name in single}
     try:
         for program, sizes in (summary.get("baselines") or {}).items():

@@ -17,6 +17,7 @@ from k3jax.report.marks import NAMES, Mark
 
 WIDTH, HEIGHT = 1000, 1000  # of a drawing, in its own units
 LABELS = 7  # rows of a heat map that are named
+MANY_RUNS = 4  # the events of more would cover the curves
 
 
 def card(card: Card, marks: list[list[Mark]], x_name: str) -> str:
@@ -24,6 +25,8 @@ def card(card: Card, marks: list[list[Mark]], x_name: str) -> str:
     height = 300 if card.section == "loss" else 190 if len(card.charts) == 1 else 140
     heats = any(isinstance(chart, Heat) for chart in card.charts)
     many = card.wide and len(card.charts) > 1
+    if len(marks) > MANY_RUNS and card.section != "loss":
+        marks = []
     parts = [
         chart_html(chart, marks, x_name, height=height, legend=not many or heats or i == 0)
         for i, chart in enumerate(card.charts)
@@ -50,7 +53,7 @@ def chart_html(
         f'<figure style="--h:{height}px" {_data(chart, x_name)}>{_title(chart.title)}<div class=plot>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio=none aria-hidden=true>{drawing}</svg>'
         f"{_y_labels([(_y(y, chart), short(y, chart.unit)) for y in ys])}{_x_labels(chart.span, chart.x_ticks)}"
-        f"{_level_labels(chart)}</div>{_legend(chart) if legend else ''}</figure>"
+        f"{_level_labels(chart)}</div>{_legend(chart) if legend and chart.legend else ''}</figure>"
     )
 
 
@@ -65,10 +68,11 @@ def _data(chart: Curves, x_name: str) -> str:
     return text + (" data-stacked=1" if chart.stacked else "")
 
 
-def ticks(low: float, high: float, *, log: bool = False, count: int = 4) -> list[float]:
-    """Round numbers within a range; on a logarithmic scale powers of ten, with 2 and 5 between them where few are."""
+def ticks(low: float, high: float, *, log: bool = False, count: int = 4, whole: bool = False) -> list[float]:
+    """Round numbers within a range, or whole ones; on a logarithmic scale powers of ten, with some between where few
+    are."""
     if not log:
-        found = ticker.MaxNLocator(count).tick_values(low, high)
+        found = ticker.MaxNLocator(count, integer=whole).tick_values(low, high)
     else:
         decades = np.log10(high / low)
         choices = ((1, (1, 1.5, 2, 3, 4, 6, 8)), (2.2, (1, 2, 5)), (3.5, (1, 3)))
@@ -204,7 +208,9 @@ def _y_labels(labels: list[tuple[int, str]]) -> str:
 
 
 def _x_labels(span: tuple[float, float], named: list[tuple[float, str]] | None = None) -> str:
-    places = [(x, short(x)) for x in ticks(*span, count=6)] if named is None else named[:: -(-len(named) // 14)]
+    places = (
+        [(x, short(x)) for x in ticks(*span, count=6, whole=True)] if named is None else named[:: -(-len(named) // 14)]
+    )
     few = len(places) <= 5  # on a phone every other one is left out
     spans = "".join(
         f'<i{"" if few or i % 2 == 0 else " class=m"} style="left:{_x(x, span) / WIDTH:.1%}">{html.escape(text)}</i>'
@@ -214,15 +220,13 @@ def _x_labels(span: tuple[float, float], named: list[tuple[float, str]] | None =
 
 
 def _legend(chart: Curves) -> str:
-    named = [line for line in chart.lines if line.name]
-    if not named or (len(named) == 1 and not chart.title and len(chart.lines) == 1):
-        named = named if any(line.low is not None for line in named) else []
     spans = "".join(
         f'<span class="c{line.color % palette.COLORS} d{line.color // palette.COLORS % 3}'
         f'{" o" if line.dots else ""}">{html.escape(line.name)}</span>'
-        for line in named
+        for line in chart.lines
+        if line.name
     )
-    return f"<figcaption>{spans}</figcaption>" if spans else ""
+    return f"<figcaption>{spans}</figcaption>"
 
 
 def _heat(chart: Heat, x_name: str) -> str:

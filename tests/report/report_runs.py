@@ -88,8 +88,14 @@ def with_events(lines: list[dict], steps: int) -> list[dict]:
             found.append({"step": step, "kind": "event", "event": "stage", "stage": 1})
         if step % max(1, steps // 10) == 0:
             bits = round(3.0 - 0.8 * step / steps, 4)
-            held_out = {"bits_per_byte": bits, "bytes": 4096, "by_source": {"code": bits - 0.2, "text": bits + 0.3}}
+            held_out = {
+                "bits_per_byte": bits,
+                "bytes": 4096,
+                "bits_per_byte_by_source": {"code": bits - 0.2, "text": bits + 0.3},
+            }
             found.append({"step": step, "kind": "eval", **held_out})
+    if lines[-1]["step"] == steps:
+        found.append({"step": steps, "kind": "event", "event": "stopped", "reason": "done"})
     return found
 
 

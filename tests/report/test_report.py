@@ -77,15 +77,15 @@ def test_a_whole_run(tmp_path):
         "Attention and recurrent state", "Largest attention logit", "Norm of the KDA state", "KDA log-decay, mean",
         "KDA log-decay, lowest", "KDA log-decay, highest",
         "Depth", "Attention residuals before the mixer", "Attention residuals before the feed-forward part",
-        "Evaluation", "Held-out bits per byte by source", "By source", "MultiQueryRecall", "PermutationTracking",
-        "Needle", "Sample", "Settings and events", "Events", "Configuration", "Environment",
+        "Evaluation", "Held-out bits per byte by source", "Bits per byte by source", "MultiQueryRecall",
+        "PermutationTracking", "Needle", "Sample", "Settings and events", "Events", "Configuration", "Environment",
     ]  # fmt: skip
     assert all(re.match("#|data:", value) for value in structure.loads), structure.loads
     assert not re.search(r"@import|url\((?!#)", text)
     assert "15% fewer bits than gzip" in text and "6% more bits than xz" in text and "594 kB" in text
     assert "<b>def </b>f(a, b):" in text and "a &lt; b &amp; &#x27;\u2400&#x27;" in text
     assert ">2.125<" in text and ">5.31 M<" in text and ">6 min 42 s<" in text and ">410 k<" in text
-    assert "reason spike" in text and "reason preempted" in text and ">skipped step<" in text
+    assert "spike, in a row 1" in text and "<td>preempted</td>" in text and ">skipped step<" in text
     pngs = {path.name: path.read_bytes() for path in [page.parent / "loss.png", *(page.parent / "charts").iterdir()]}
     sections = ("loss", "optimization", "speed", "experts", "attention", "depth", "evaluation")
     assert pngs.keys() == {f"{name}.png" for name in sections}
@@ -203,7 +203,8 @@ def test_how_a_run_stands(tmp_path):
     assert words(later=12) == "running at step 50 of 200, about 2 min 15 s left, last line 12 s ago"
     assert words(later=7200) == "stopped at step 50 of 200: no line for 2 h 00 min, and no word about an end"
     stop = {"step": 50, "kind": "event", "event": "stopped", "reason": "preempted"}
-    assert words(extra=[stop]) == "stopped at step 50 of 200: reason preempted"
+    assert words(extra=[stop]) == "stopped at step 50 of 200: preempted"
+    assert words(extra=[stop | {"reason": "done"}]) == "finished at step 50 of 200"
     again = {"step": 50, "kind": "event", "event": "resumed"}
     assert words(extra=[stop, again]).startswith("running")
     whole = make_run(tmp_path / "whole")
