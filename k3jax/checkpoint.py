@@ -159,7 +159,7 @@ class Checkpoints:
             problems[step] = problem
         raise CheckpointError("no checkpoint of the run is whole:\n" + "\n".join(problems.values()))
 
-    def load(self, step: int | None = None) -> tuple[TrainConfig, TrainState]:
+    def load(self, step: int | None = None, *, shardings: TrainState | None = None) -> tuple[TrainConfig, TrainState]:
         """The configuration and the state of a checkpoint, by default of the newest.
 
         Raises:
@@ -170,7 +170,7 @@ class Checkpoints:
         if problem is not None:
             raise CheckpointError(f"{problem}{self._others(step)}")
         config = self.config(step)
-        return config, self._read(step, config, None)
+        return config, self._read(step, config, shardings)
 
     def config(self, step: int) -> TrainConfig:
         """The configuration stored with a step."""

@@ -150,12 +150,19 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class QuantileBalancing:
-    """Histogram estimator of Quantile Balancing over the global batch (K3 report, section 2.3.3, appendix D)."""
+    """Histogram estimator of Quantile Balancing over the global batch (K3 report, section 2.3.3, appendix D).
+
+    Attributes:
+      bins: of the histogram of every expert.
+      window: steps whose tokens make one update of the bias, for batches with few tokens per expert; K3 has 1.
+    """
 
     bins: int = 1000
+    window: int = 1
 
     def __post_init__(self):
         require(self.bins >= 2, f"QuantileBalancing.bins = {self.bins}, but it must be at least 2")
+        require_positive(self, "window")
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,25 @@ class WSD:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rewarm:
+    """Two schedules in a row, each with its own warm-up: a run that is gone on with at a higher rate, on better or
+    longer data (Moonlight, arXiv 2502.16982, 3.2, re-warms and then falls linearly).
+
+    Attributes:
+      at: share of all steps that the first one takes; the shares within each are of its own steps.
+    """
+
+    first: Cosine | WSD = Cosine()
+    second: Cosine | WSD = WSD(warmup=0.01, decay=0.99)
+    at: float = 0.8
+
+    def __post_init__(self):
+        _instance(self, "first", (Cosine, WSD))
+        _instance(self, "second", (Cosine, WSD))
+        _number(self, "at", low=0.0, high=1.0, open_low=True, open_high=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class QKClip:
     """Weight clipping of MLA queries and keys (Kimi K2, arXiv 2507.20534): no logit stays above `threshold`."""
 
@@ -157,7 +176,7 @@ class Optimizer:
     matrices: Muon | AdamW = Muon()
     router: Muon | AdamW = AdamW()
     rest: AdamW = AdamW()
-    schedule: Cosine | WSD = Cosine()
+    schedule: Cosine | WSD | Rewarm = Cosine()
     clip_norm: float | None = 1.0
     qk_clip: QKClip | None = QKClip()
 
@@ -165,7 +184,7 @@ class Optimizer:
         _instance(self, "matrices", (Muon, AdamW))
         _instance(self, "router", (Muon, AdamW))
         _instance(self, "rest", (AdamW,))
-        _instance(self, "schedule", (Cosine, WSD))
+        _instance(self, "schedule", (Cosine, WSD, Rewarm))
         _instance(self, "qk_clip", (QKClip, type(None)))
         if self.clip_norm is not None:
             _number(self, "clip_norm", low=0.0, open_low=True)

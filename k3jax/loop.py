@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from k3jax import diagnose, guard, placement, runtime
+from k3jax import diagnose, guard, placement, runtime, sharding
 from k3jax.checkpoint import Checkpoints
 from k3jax.data import Batch
 from k3jax.data.held_out import HeldOutBatches
@@ -99,7 +99,7 @@ def run_stages(
             data = open_data(number)
         if number and int(state.step) == start:
             state = state._replace(guard=_fresh_guard(config, tools))
-            tools.writers.write({"step": start, "kind": "event", "event": "stage", "stage": number})
+            tools.writers.write({"step": start + 1, "kind": "event", "event": "stage", "stage": number})
         state = _Stage(config, number, start, end, data, tools).run(state)
     return state
 
@@ -114,8 +114,7 @@ def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings
     """The compiled train step of a stage."""
     out = None
     if shardings is not None:
-        everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-        out = (shardings, everywhere)
+        out = (shardings, sharding.replicated(jax.tree.leaves(shardings)[0].mesh))
     step = jax.jit(train_step, static_argnums=0, donate_argnums=1, out_shardings=out)
     return step.lower(config, state, batch).compile(compiler_options=runtime.compiler_options())
 
@@ -266,7 +265,7 @@ class Evaluator:
     """The compiled evaluation step of a stage."""
 
     def __init__(self, stage: TrainConfig, mesh: Mesh | None = None):
-        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        everywhere = None if mesh is None else sharding.replicated(mesh)
         self._step = jax.jit(partial(eval_step, stage), out_shardings=everywhere)
         self._rows = Rows(stage, mesh)
 

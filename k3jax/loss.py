@@ -81,7 +81,7 @@ def chunked_cross_entropy(
 
 
 def token_scores(hidden_BTD, head_DW, targets_BT, *, chunk: int) -> TokenScores:
-    """As `chunked_cross_entropy`, token by token and without a gradient: the same logits, `chunk` positions at a time."""
+    """As `chunked_cross_entropy`, but token by token and without a gradient."""
     _check(hidden_BTD, head_DW, targets_BT, targets_BT, chunk, 0.0)
     head, (batch, length) = head_DW.astype(hidden_BTD.dtype), targets_BT.shape
     chunk = min(chunk, max(length, 1))

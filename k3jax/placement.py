@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from k3jax import sharding
 from k3jax.config import ConfigError
@@ -14,8 +14,6 @@ from k3jax.model import weights
 from k3jax.roles import meta_by_path, meta_of, path_name
 from k3jax.run_config import TrainConfig
 from k3jax.step import TrainState, abstract_state
-
-BATCH_AXES = ("data", "fsdp")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -49,17 +47,31 @@ def make_mesh(sizes: Mapping[str, int], devices: list[Any] | None = None) -> Mes
     return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES)
 
 
+def mesh_of_flag(text: str) -> Mesh | None:
+    """The mesh of a command: by default all devices share the rows, and there is none for a single device."""
+    devices = jax.devices()
+    if len(devices) == 1 and not text:
+        return None
+    return make_mesh(parse_mesh(text or f"data={len(devices)}"), devices)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The flag that makes a mesh."""
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+
+
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError when the rows of some stage do not divide over the mesh."""
-    ways = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    ways = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
     for number in range(len(config.stages) + 1):
         stage = config.at(number)
         rows = stage.batch // stage.micro_batches
         if rows % ways:
-            below = rows - rows % ways
+            fitting = max(rows - rows % ways, ways)
             raise ConfigError(
                 f"stage {number}: {stage.batch} rows in {stage.micro_batches} micro-batches are {rows} at a time, and "
-                f"do not divide over {' x '.join(BATCH_AXES)} = {ways} devices; {below or ways} or {below + ways} would"
+                f"do not divide over {' x '.join(sharding.BATCH_AXES)} = {ways} devices; {fitting} or "
+                f"{fitting + ways} would"
             )
 
 
@@ -74,24 +86,17 @@ def state_shardings(config: TrainConfig, mesh: Mesh) -> TrainState:
     placed = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights.params):
         axes = meta_of(metas, path, leaf.ndim).axes
-        spec = sharding.spec(axes, stacked=leaf.ndim - len(axes))
-        placed[path_name(path)] = leaf.shape, _fitting(spec, leaf.shape, mesh)
+        placed[path_name(path)] = leaf.shape, sharding.fitting(mesh, axes, leaf.shape)
 
     def place(path, leaf) -> NamedSharding:
         parts = path_name(path).split("/")
         for start in range(len(parts)):
-            shape, spec = placed.get("/".join(parts[start:]), (None, None))
+            shape, where = placed.get("/".join(parts[start:]), (None, None))
             if shape == leaf.shape:
-                return NamedSharding(mesh, spec)
-        return NamedSharding(mesh, PartitionSpec())
+                return where
+        return sharding.replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, state)
-
-
-def _fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    return PartitionSpec(
-        *(None if axis is None or size % mesh.shape[axis] else axis for axis, size in zip(spec, shape))
-    )
 
 
 def put(tree, shardings):
@@ -103,7 +108,7 @@ def put(tree, shardings):
 
 def rows_of_this_process(batch: int, mesh: Mesh) -> tuple[int, int]:
     """``(part, parts)``: which of so many equal parts of the rows the devices of this process need."""
-    where = _batch_sharding(mesh).addressable_devices_indices_map((batch, 1)).values()
+    where = sharding.rows(mesh).addressable_devices_indices_map((batch, 1)).values()
     starts = [index[0].start or 0 for index in where]
     stops = [index[0].stop or batch for index in where]
     size = max(stops) - min(starts)
@@ -114,7 +119,7 @@ def rows_of_this_process(batch: int, mesh: Mesh) -> tuple[int, int]:
 
 def put_batch(batch: Batch, mesh: Mesh, part: int, parts: int) -> Batch:
     """One global batch from the rows that this process read."""
-    here, rows = _batch_sharding(mesh), len(batch.tokens_BT)
+    here, rows = sharding.rows(mesh), len(batch.tokens_BT)
 
     def one(local: np.ndarray) -> jax.Array:
         shape = (rows * parts, *local.shape[1:])
@@ -127,7 +132,3 @@ def put_batch(batch: Batch, mesh: Mesh, part: int, parts: int) -> Batch:
         return jax.make_array_from_callback(shape, here, block)
 
     return jax.tree.map(one, batch)
-
-
-def _batch_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

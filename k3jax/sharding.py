@@ -6,7 +6,7 @@ mesh axes are always present, at size 1 where they are not used, so that a shard
 
 from collections.abc import Sequence
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor", "pipeline")
 
@@ -23,6 +23,27 @@ RULES: dict[str, str | None] = {
     "ff": "tensor",
     "tap": None,
 }
+
+
+BATCH_AXES = ("data", "fsdp")
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """The rows of a batch spread over the axes that hold different ones."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def fitting(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+    """Sharding of a parameter of this shape, whose last dimensions have these logical axes. A dimension that its mesh
+    axis does not divide stays whole."""
+    wanted = spec(axes, stacked=len(shape) - len(axes))
+    fits = [axis is not None and size % mesh.shape[axis] == 0 for axis, size in zip(wanted, shape)]
+    return NamedSharding(mesh, PartitionSpec(*(axis if fit else None for axis, fit in zip(wanted, fits))))
 
 
 def spec(axes: Sequence[str], *, stacked: int = 0) -> PartitionSpec:

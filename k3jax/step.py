@@ -20,12 +20,14 @@ from k3jax.run_config import TrainConfig
 
 
 class TrainState(NamedTuple):
-    """Everything that a step reads beside its batch. step: [] int32, steps made, skipped ones included. guard: what the
-    guards remember. key: [2] uint32, of the run; a layer that draws numbers folds the step and its own name in."""
+    """Everything that a step reads beside its batch. step: [] int32, steps made, skipped ones included. window: what
+    the balancer has counted since its last update, empty where it updates every step. guard: what the guards remember.
+    key: [2] uint32, of the run; a layer that draws numbers folds the step and its own name in."""
 
     step: Array
     weights: Weights
     opt_state: Any
+    window: dict[str, balancing.Window]
     guard: guard.GuardState
     key: Array
 
@@ -60,7 +62,8 @@ def init_state(config: TrainConfig) -> TrainState:
     initial = weights.init(config.model, config.seed)
     opt_state = jax.jit(optimizer(config).init)(initial.params)
     key = jax.random.key_data(jax.random.key(config.seed))
-    return TrainState(jnp.zeros((), jnp.int32), initial, opt_state, guard.init(config.spikes), key)
+    window = _empty_window(config.model, initial.router)
+    return TrainState(jnp.zeros((), jnp.int32), initial, opt_state, window, guard.init(config.spikes), key)
 
 
 def abstract_state(config: TrainConfig) -> TrainState:
@@ -69,7 +72,8 @@ def abstract_state(config: TrainConfig) -> TrainState:
     opt_state = jax.eval_shape(optimizer(config).init, shapes.params)
     guards = jax.eval_shape(lambda: guard.init(config.spikes))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, opt_state, guards, key)
+    window = jax.eval_shape(partial(_empty_window, config.model), shapes.router)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, opt_state, window, guards, key)
 
 
 def abstract_batch(config: TrainConfig) -> Batch:
@@ -153,22 +157,22 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
 
 
 def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):
-    """New weights and optimizer state, and the RMS of the updates by role."""
+    """New weights, optimizer state and balancing window, and the RMS of the updates by role."""
     with jax.named_scope("optimizer"):
         updates, opt_state = optimizer(config).update(grads, state.opt_state, state.weights.params)
         params = optax.apply_updates(state.weights.params, updates)
         if config.optimizer.qk_clip is not None:
             params = _clip_attention(config.optimizer.qk_clip, params, reports)
     with jax.named_scope("balance"):
-        router = _update_router(config.model, state.weights.router, reports)
+        router, window = _update_router(config.model, state, reports)
     rms = update_rms(updates, weights.structure(config.model).meta)
-    return (Weights(params, router), opt_state), rms
+    return (Weights(params, router), opt_state, window), rms
 
 
 def _skip(config: TrainConfig, state: TrainState, grads: Tree, reports):
-    """The old weights and optimizer state."""
+    """The old ones."""
     rms = jax.eval_shape(partial(_apply, config), state, grads, reports)[1]
-    return (state.weights, state.opt_state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
+    return (state.weights, state.opt_state, state.window), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
 
 
 def eval_step(config: TrainConfig, weights_: Weights, batch: Batch) -> LossStats:
@@ -214,10 +218,33 @@ def _clip_attention(clip: QKClip, params: Tree, reports) -> Tree:
     return params
 
 
-def _update_router(model: c.ModelConfig, router: Tree, reports) -> Tree:
+def _update_router(model: c.ModelConfig, state: TrainState, reports) -> tuple[Tree, dict[str, balancing.Window]]:
+    """The router biases of the next step, and what is counted on."""
+    router, windows = state.weights.router, {}
     update = jax.vmap(jax.vmap(partial(balancing.update, model.moe.balancer, active=model.moe.active)))
     for s, r, report in _runs(reports):
         if report.balance is not None:
-            path = ("segments", s, r, "ffn", "bias")
-            router = _replace_at(router, path, update(_at(router, *path), report.balance))
-    return router
+            path, name = ("segments", s, r, "ffn", "bias"), f"{s}.{r}"
+            bias = _at(router, *path)
+            if name in state.window:
+                new, windows[name] = balancing.count_on(
+                    state.window[name],
+                    bias,
+                    report.balance,
+                    update,
+                    last=(state.step + 1) % model.moe.balancer.window == 0,
+                )
+            else:
+                new = update(bias, report.balance)
+            router = _replace_at(router, path, new)
+    return router, windows
+
+
+def _empty_window(model: c.ModelConfig, router: Tree) -> dict[str, balancing.Window]:
+    """Nothing counted, for each stack of layers with experts; no entry where every step updates."""
+    if not isinstance(getattr(model.moe, "balancer", None), c.QuantileBalancing) or model.moe.balancer.window == 1:
+        return {}
+    biases = {
+        f"{s}.{r}": layers["ffn"]["bias"] for s, segment in router["segments"].items() for r, layers in segment.items()
+    }
+    return {name: balancing.empty_window(model.moe.balancer, bias) for name, bias in biases.items()}

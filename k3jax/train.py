@@ -93,7 +93,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
         step = None if restored is None else restored.step
         described = config_io.to_dict(config)
         with Writers(run, options.trackers, clock=clock, resume_step=step or 0, config=described) as writers:
-            _record(run, config, identity, restored, writers)
+            _record(config, run, options, identity, restored, writers)
             tools = Tools(
                 run,
                 options.mesh,
@@ -131,11 +131,14 @@ def _start(
     return restored.state, shardings, restored
 
 
-def _record(run: pathlib.Path, config: TrainConfig, identity: str, restored: Restored | None, writers: Writers) -> None:
+def _record(
+    config: TrainConfig, run: pathlib.Path, options: Options, identity: str, restored: Restored | None, writers: Writers
+) -> None:
     """What this process is and where it starts, for whoever reads the folder."""
     if jax.process_index() == 0:
         write_json(run / "config.json", config_io.to_dict(config))
-        write_json(run / "environment.json", {**runtime.environment(), "corpus": identity})
+        mesh = "" if options.mesh is None else placement.mesh_text(options.mesh)
+        write_json(run / "environment.json", {**runtime.environment(), "corpus": identity, "mesh": mesh})
     for problem in restored.passed_over if restored is not None else ():
         writers.write({"step": restored.step, "kind": "event", "event": "damaged_checkpoint", "reason": problem})
 
@@ -215,7 +218,7 @@ def main(argv: list[str]) -> None:
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
         options = Options(
-            mesh=_mesh(args.mesh),
+            mesh=placement.mesh_of_flag(args.mesh),
             allow=tuple(args.allow_change),
             trackers=trackers.parse(args.log),
             profile=trace.parse(args.profile, config.steps),
@@ -255,14 +258,6 @@ def _say(run: pathlib.Path, summary: dict) -> None:
     for name, nats in summary["evaluation"].get("nats_per_token_by_source", {}).items():
         print(f"held-out {name}: {nats:.3f} nats per token")
     print(f"report: {run / 'report.html'}  checkpoint: {run / 'checkpoints'}  ({summary['seconds']:.0f} s)")
-
-
-def _mesh(text: str) -> Mesh | None:
-    """The mesh of a command: by default all devices share the rows, or there is none for a single device."""
-    devices = jax.devices()
-    if len(devices) == 1 and not text:
-        return None
-    return placement.make_mesh(placement.parse_mesh(text or f"data={len(devices)}"), devices)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ ORDER = ["pallas_kernels", "k3jax", "experiments", "launch"]
 NNX = {"Module", "Param", "Variable", "List", "State", "split", "merge", "to_pure_dict"}
 NNX |= {"to_flat_state", "from_flat_state"}
 COMPOSERS = {"block.py", "transformer.py", "weights.py"}
-SHARED = {"layout"}
+SHARED = {"layout", "memory"}
 FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
 
 

@@ -135,3 +135,24 @@ def update(balancer: c.Balancer, bias_E: Array, seen: Observation, active: int) 
         case _:
             return bias_E
     return jnp.where(seen.tokens > 0, new, bias_E)
+
+
+class Window(NamedTuple):
+    """What Quantile Balancing has counted since it last moved the bias: tokens [...] int32, histogram [..., E, bins]
+    int32, for layers stacked in front. The bias stands still meanwhile, so that all counts are of the same bins."""
+
+    tokens: Array
+    histogram: Array
+
+
+def empty_window(balancer: c.QuantileBalancing, bias_E: Array) -> Window:
+    """Nothing counted, for the layers whose biases these are."""
+    return Window(jnp.zeros(bias_E.shape[:-1], jnp.int32), jnp.zeros((*bias_E.shape, balancer.bins), jnp.int32))
+
+
+def count_on(window: Window, bias_E: Array, seen: Observation, update, *, last: Array) -> tuple[Array, Window]:
+    """The bias and the window after one more step; ``last``, [] bool, says that this step ends the window."""
+    tokens, histogram = window.tokens + seen.tokens, window.histogram + seen.histogram
+    new = update(bias_E, seen._replace(tokens=tokens, histogram=histogram))
+    kept = Window(jnp.where(last, 0, tokens), jnp.where(last, 0, histogram))
+    return jnp.where(last, new, bias_E), kept

@@ -1,15 +1,15 @@
-"""Learning-rate schedules: cosine, and warm-up, stable, decay."""
+"""Learning-rate schedules: cosine; warm-up, stable, decay; and one after the other with a second warm-up."""
 
 import optax
 
-from k3jax.config_optim import WSD, Cosine
+from k3jax.config_optim import WSD, Cosine, Rewarm
 
 
-def make_schedule(config: Cosine | WSD, total_steps: int) -> optax.Schedule:
+def make_schedule(config: Cosine | WSD | Rewarm, total_steps: int) -> optax.Schedule:
     """A function from the number of updates already made to the learning rate of the next.
 
     The k-th update (k from 1 to total_steps) uses the schedule at k, so the first rate is above zero; the last one is
-    `config.floor`, and so is any later one. A share above zero takes at least one step, the warm-up first, so that a
+    the floor, and so is any later one. A share above zero takes at least one step, the warm-up first, so that a
     warmed-up run of one step is made at the peak.
 
     Raises:
@@ -17,6 +17,11 @@ def make_schedule(config: Cosine | WSD, total_steps: int) -> optax.Schedule:
     """
     if total_steps < 1:
         raise ValueError(f"a schedule needs at least one step, got total_steps={total_steps}")
+    if isinstance(config, Rewarm):
+        first_steps = min(max(1, round(config.at * total_steps)), max(total_steps - 1, 1))
+        first = make_schedule(config.first, first_steps)
+        second = make_schedule(config.second, max(total_steps - first_steps, 1))
+        return optax.join_schedules([first, second], [first_steps])
     warmup = _steps(config.warmup, total_steps)
     rise = optax.linear_schedule(0.0, config.peak, warmup) if warmup else optax.constant_schedule(config.peak)
     match config:
@@ -25,7 +30,7 @@ def make_schedule(config: Cosine | WSD, total_steps: int) -> optax.Schedule:
         case WSD():
             fall_steps, fall = min(_steps(config.decay, total_steps), total_steps - warmup), _linear
         case _:
-            raise TypeError(f"schedule must be Cosine or WSD, got {config!r}")
+            raise TypeError(f"schedule must be Cosine, WSD or Rewarm, got {config!r}")
     stable = optax.constant_schedule(config.peak)
     fall = fall(config, fall_steps) if fall_steps else stable
     rate = optax.join_schedules([rise, stable, fall], [warmup, total_steps - fall_steps])

@@ -295,3 +295,27 @@ def test_assignments_beyond_32_bits_do_not_overflow():
     """2^28 tokens of 16 experts each are 2^32 assignments."""
     seen = balancing.Observation(jnp.full(4, 2**30), jnp.int32(2**28), None, None, None, jnp.float32(0))
     np.testing.assert_array_equal(UPDATE(c.SignRule(1.0), jnp.zeros(4), seen, 16), np.zeros(4))
+
+
+def test_a_window_of_steps_is_one_large_batch():
+    """Two steps under one bias, counted together: the bias moves once, to where both batches at once would put it."""
+    balancer, bias = c.QuantileBalancing(bins=50, window=2), jnp.array([0.3, -0.1, 0.0, -0.2])
+    scores = jax.random.uniform(jax.random.key(1), (40, 4))
+    update = partial(balancing.update, balancer, active=2)
+
+    def observe(scores):
+        top, selected = jax.lax.top_k(scores + bias, 3)
+        return balancing.observe(balancer, scores, bias, selected[:, :2], top, jnp.ones(len(scores), bool))
+
+    window = balancing.empty_window(balancer, bias)
+    still, window = balancing.count_on(window, bias, observe(scores[:15]), update, last=jnp.array(False))
+    np.testing.assert_array_equal(still, bias)
+    assert window.histogram.sum() == 4 * window.tokens == 60
+    moved, window = balancing.count_on(window, bias, observe(scores[15:]), update, last=jnp.array(True))
+    np.testing.assert_array_equal(moved, update(bias, observe(scores)))
+    assert not window.histogram.any() and not window.tokens
+
+
+def test_a_window_below_one_step_is_refused():
+    with pytest.raises(c.ConfigError, match=r"QuantileBalancing\.window = 0"):
+        c.QuantileBalancing(window=0)

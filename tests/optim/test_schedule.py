@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from k3jax.config_optim import WSD, Cosine
+from k3jax.config_optim import WSD, Cosine, Rewarm
 from k3jax.optim import make_schedule
 
 
@@ -30,7 +30,15 @@ def test_wsd():
     np.testing.assert_allclose(lr[500:], floor, rtol=1e-6)
 
 
-@pytest.mark.parametrize("config", [Cosine(peak=1.0), WSD(peak=1.0)])
+def test_rewarm_is_two_schedules_in_a_row():
+    first, second = Cosine(peak=2e-3, floor=2e-4), WSD(peak=5e-4, warmup=0.1, decay=0.9)
+    lr = rates(Rewarm(first=first, second=second, at=0.8), 500)
+    np.testing.assert_array_equal(lr[:400], rates(first, 400)[:400])
+    np.testing.assert_array_equal(lr[400:], rates(second, 100))
+    assert np.isclose(lr[399], 2e-4) and lr[409] == lr[400:].max() == np.float32(5e-4) and lr[499] == 0
+
+
+@pytest.mark.parametrize("config", [Cosine(peak=1.0), WSD(peak=1.0), Rewarm(Cosine(peak=1.0), WSD(peak=1.0))])
 def test_short_runs_move(config):
     for steps in (1, 2, 3):
         lr = rates(config, steps)

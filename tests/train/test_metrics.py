@@ -85,7 +85,7 @@ def test_bad_use_is_named(tmp_path):
     with MetricsWriter(path) as writer:
         with pytest.raises(ValueError, match="needs an integer step"):
             writer.write({"kind": "train"})
-        with pytest.raises(ValueError, match="kind train, eval or event, got .*trian"):
+        with pytest.raises(ValueError, match=r"kind train, eval or event, got .*trian"):
             writer.write({"step": 1, "kind": "trian"})
     with pytest.raises(FileExistsError, match="resume the run or choose another folder"):
         MetricsWriter(path)

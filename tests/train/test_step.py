@@ -71,12 +71,25 @@ def test_bias_moves_after_the_step_and_counts_from_the_next(micro, batches, step
     assert int(first.layers["load"].sum()) == 2 * micro.tokens_per_step * micro.model.moe.active
 
 
+def test_a_balancing_window_is_part_of_the_state(micro, batches):
+    model = c.replace(micro.model, layers=1, full_attention=(), dense_layers=0)
+    model = c.replace(model, moe=c.replace(model.moe, balancer=c.QuantileBalancing(window=2)))
+    config = c.replace(micro, model=model)
+    step, states = jax.jit(partial(train_step, config)), [init_state(config)]
+    for number in range(2):
+        states.append(step(states[-1], batches[number])[0])
+    counted = [int(jax.tree.leaves(state.window)[1].sum()) for state in states]
+    assert counted == [0, model.moe.experts * config.tokens_per_step, 0]
+    moved = [bool(biases(state)[0].any()) for state in states]
+    assert moved == [False, False, True]
+
+
 def test_a_step_that_is_not_finite_changes_nothing(micro, batches, step):
     good = init_state(micro)
     params = dict(good.weights.params, norm=good.weights.params["norm"].at[3].set(jnp.nan))
     state = good._replace(weights=good.weights._replace(params=params))
     after, metrics = step(state, batches[0])
-    assert not bool(metrics.finite)
+    assert not bool(metrics.verdict.finite)
     assert int(after.step) == 1
     for old, new in zip(jax.tree.leaves(state[1:]), jax.tree.leaves(after[1:])):
         np.testing.assert_array_equal(old, new)

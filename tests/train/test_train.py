@@ -1,6 +1,7 @@
 """The loop from configuration to report: resuming, refusals, and a run that breaks."""
 
 import json
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,10 @@ import pytest
 from k3jax import config as c
 from k3jax import train
 from k3jax.checkpoint import CheckpointError, Checkpoints
+from k3jax.config_data import TextFolder
+from k3jax.data.order import Batches
+from k3jax.exits import Exit
+from k3jax.loop import NonFiniteError
 from k3jax.metrics import read_metrics
 
 
@@ -64,7 +69,7 @@ def test_resuming_equals_never_having_stopped(micro, finished, tmp_path):
 
 
 def test_another_configuration_is_refused_field_by_field(micro, finished):
-    with pytest.raises(CheckpointError, match=r"seq_len was 40 and is now 48"):
+    with pytest.raises(CheckpointError, match=r"seq_len was 40 and is now 48\n.*--allow_change=seq_len"):
         train.train(c.replace(micro, seq_len=48), finished)
 
 
@@ -73,13 +78,18 @@ def test_fewer_steps_than_made_are_refused(micro, finished):
         train.train(c.replace(micro, steps=4), finished)
 
 
-def test_another_corpus_is_refused(micro, finished, tmp_path):
-    run = tmp_path / "moved"
+def test_another_corpus_is_refused(micro, text, finished, tmp_path):
+    """Unless it is allowed: the new text then goes on at the same step."""
+    run, moved = tmp_path / "moved", tmp_path / "text"
     shutil.copytree(finished, run)
-    path = run / "environment.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": "0123"}))
-    with pytest.raises(CheckpointError, match="was trained on the corpus 0123"):
-        train.train(micro, run)
+    shutil.copytree(text, moved)
+    (moved / "more.txt").write_text("one more file\n")
+    config = c.replace(micro, data=TextFolder(path=str(moved), held_out=0.2))
+    with pytest.raises(CheckpointError, match=r"(?s)data.path was .*--allow_change=data.path"):
+        train.train(config, run)
+    with pytest.raises(CheckpointError, match=r"was trained on the corpus .*--allow_change=data"):
+        train.train(config, run, train.Options(allow=("data.path",)))
+    train.train(config, run, train.Options(allow=("data",)))
 
 
 def test_reading_leaves_no_trace(tmp_path):
@@ -98,14 +108,51 @@ def test_an_unknown_step_is_named(finished):
         checkpoints.load(5)
 
 
-def test_a_truncated_checkpoint_is_named(finished, tmp_path):
-    run = tmp_path / "cut"
+def data_files(run, step):
+    folder = run / "checkpoints" / str(step) / "state"
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [(cut, r"has [\d,]+ bytes instead of"), (flip, "the checksum of .* is wrong"), (pathlib.Path.unlink, "is missing")],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(micro, finished, tmp_path, spoil, complaint):
+    """And nothing is lost: the damaged one is set aside, the run ends as if nothing had happened."""
+    run = tmp_path / "spoilt"
     shutil.copytree(finished, run)
-    data = [path for path in (run / "checkpoints" / "6" / "state").rglob("*") if path.is_file() and path.stat().st_size]
-    for path in data:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/6 is damaged.*to go on from step 3$"):
+    spoil(data_files(run, 6)[0])
+    with pytest.raises(CheckpointError, match=rf"checkpoints/6 is damaged: .*{complaint}.*steps \[3\] are left"):
         state_of(run)
+    if spoil is not flip:
+        return
+    train.train(micro, run)
+    assert (run / "damaged" / "6.0").is_dir()
+    events = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "event"]
+    assert any(line["event"] == "damaged_checkpoint" and "checkpoints/6" in line["reason"] for line in events)
+    (_, expected), (_, state) = state_of(finished), state_of(run)
+    for old, new in zip(jax.tree.leaves(expected), jax.tree.leaves(state)):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_no_good_checkpoint_at_all_lists_what_is_wrong_with_each(micro, finished, tmp_path):
+    run = tmp_path / "spoilt"
+    shutil.copytree(finished, run)
+    for step in (3, 6):
+        cut(data_files(run, step)[0])
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint of the run is whole:.*checkpoints/6.*checkpoints/3"):
+        train.train(micro, run)
+    assert (run / "checkpoints" / "6").is_dir()
 
 
 def test_a_run_that_breaks_names_step_layers_and_checkpoint(micro, tmp_path, monkeypatch):
@@ -117,23 +164,33 @@ def test_a_run_that_breaks_names_step_layers_and_checkpoint(micro, tmp_path, mon
 
     init = train.init_state
     monkeypatch.setattr(train, "init_state", broken)
-    with pytest.raises(train.NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError) as caught:
         train.train(micro, tmp_path / "broken")
     message = str(caught.value)
-    assert message.startswith("step 1: the loss or the gradient is not finite")
+    assert message.startswith("step 4, number 4 in a row: the loss or the gradient is not finite")
     assert "first layer not finite in the forward pass: 2" in message
-    assert "last good checkpoint: none yet" in message
+    assert "first layer not finite in the backward pass" in message
+    assert "checkpoints/3" in message
 
 
-def test_a_run_that_breaks_later_names_the_checkpoint_before(micro, tmp_path, monkeypatch):
-    def broken(config, state, batch):
-        factor = jnp.where(state.step == 4, jnp.nan, 1.0)
-        return step(config, state, batch._replace(weights_BT=factor * batch.weights_BT))
+def test_skipped_steps_are_logged_and_one_too_many_stops_the_run(micro, tmp_path, monkeypatch):
+    """Steps 1 and 3 to 6 are bad: 1 and 3 to 5 are skipped, at 6 the run stops with the weights of step 2."""
 
-    step = train.train_step
-    monkeypatch.setattr(train, "train_step", broken)
-    with pytest.raises(train.NonFiniteError, match=r"(?s)^step 5: .*last good checkpoint: .*checkpoints/3$"):
-        train.train(micro, tmp_path / "broken")
+    def broken(self, step):
+        batch = read(self, step)
+        return batch if step == 1 else batch._replace(weights_BT=np.nan * batch.weights_BT)
+
+    read = Batches.__getitem__
+    monkeypatch.setattr(Batches, "__getitem__", broken)
+    run = tmp_path / "broken"
+    with pytest.raises(
+        NonFiniteError, match=r"(?s)^step 6, number 4 in a row: .*last good checkpoint: .*checkpoints/3$"
+    ):
+        train.train(micro, run)
+    lines = read_metrics(run / "metrics.jsonl")
+    skipped = [(line["step"], line["in_a_row"]) for line in lines if line.get("event") == "skipped"]
+    assert skipped == [(1, 1), (3, 1), (4, 2), (5, 3), (6, 4)]
+    assert [line["reason"] for line in lines if line.get("event") == "stopped"] == ["non_finite"]
 
 
 def test_a_finished_run_is_left_as_it_is(micro, finished):
@@ -147,14 +204,14 @@ def test_a_finished_run_is_left_as_it_is(micro, finished):
     [
         (["--config", "nanoo"], "nano"),
         (["--set", "model.dmi=3"], "did you mean 'dim'"),
-        (["--set", "model.dim=wide"], "model.dim"),
         (["tiny"], "'tiny' belongs to no flag"),
+        (["--mesh", "data=8"], "8 or 16 would"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, expected, tmp_path):
     command = [sys.executable, "-m", "k3jax.train", "--run", str(tmp_path / "run"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == (1 if arguments == ["tiny"] else Exit.CONFIGURATION)
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,269 @@
+"""Runs that are stopped, killed, moved to other devices, or meet a disk that fails."""
+
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax import config as c
+from k3jax import config_io, placement, resume_check, train
+from k3jax.checkpoint import Checkpoints, StorageError
+from k3jax.data import DataError
+from k3jax.data.order import Batches
+from k3jax.exits import Exit
+from k3jax.metrics import read_metrics
+from k3jax.run_config import Keep, Stage
+from k3jax.run_folder import BusyError, RunLock
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import kill_run  # noqa: E402
+import restore_elsewhere  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_report():
+    """Reports have tests of their own, and cost seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.report, "write_report", lambda run: None)
+        yield
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent.parent)}
+
+
+def start(config, run: pathlib.Path, *, before=(), **settings) -> subprocess.Popen:
+    path = run.with_suffix(".json")
+    config_io.save_json(config, path)
+    command = [*before, sys.executable, "-m", "k3jax.train", "--config", str(path), "--run", str(run)]
+    return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, **settings)
+
+
+def wait_for_step(run: pathlib.Path, step: int, process: subprocess.Popen) -> None:
+    while process.poll() is None:
+        if any(known >= step for known in kill_run.training_steps(run)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"ended with {process.returncode}: {process.stderr.read()}")
+
+
+def events(run: pathlib.Path) -> list[dict]:
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "event"]
+
+
+def state_of(run: pathlib.Path):
+    with Checkpoints(run, create=False) as checkpoints:
+        return checkpoints.load()[1]
+
+
+def assert_same_state(one: pathlib.Path, other: pathlib.Path) -> None:
+    for a, b in zip(jax.tree.leaves(state_of(one)), jax.tree.leaves(state_of(other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(micro, tmp_path):
+    run = tmp_path / "run"
+    config = c.replace(micro, steps=100_000, eval_every=100_000, checkpoint_every=100_000)
+    for number, code in ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED)):
+        process = start(config, run)
+        reached = max(kill_run.training_steps(run), default=0)
+        wait_for_step(run, reached + 2, process)
+        with pytest.raises(BusyError, match=rf"in use by process {process.pid} on .*--run"):
+            RunLock(run)
+        asked = time.monotonic()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code, errors
+        assert time.monotonic() - asked < 30
+        assert "saved after step" in errors
+        last = events(run)[-1]
+        assert (last["event"], last["reason"]) == ("stopped", code.name.lower())
+        with Checkpoints(run, create=False) as checkpoints:
+            assert checkpoints.latest() == last["step"] == max(kill_run.training_steps(run))
+    assert [e["step"] for e in events(run) if e["event"] == "resume"] == [events(run)[-3]["step"]]
+
+
+def test_killed_runs_end_like_one_left_alone(tmp_path):
+    """The program with the table, with few kills; it is quoted with twenty."""
+    _, differ = kill_run.compare(tmp_path, kills=2, steps=24)
+    assert not differ
+
+
+@pytest.fixture(scope="module")
+def halfway(micro, tmp_path_factory):
+    """A run with one checkpoint, and what it is part of."""
+    run = tmp_path_factory.mktemp("runs") / "halfway"
+    train.train(micro, run)
+    shutil.rmtree(run / "checkpoints" / "6")
+    (run / "summary.json").unlink()
+    return run
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(micro, halfway, tmp_path, monkeypatch):
+    """A limit on the size of a file stands for the disk: the system refuses to write in the same place."""
+    run = tmp_path / "full"
+    shutil.copytree(halfway, run)
+
+    def save(self, *arguments, **settings):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+        try:
+            begin(self, *arguments, **settings)
+            self.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    begin = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(StorageError, match=r"checkpoints/6 could not be written: .*checkpoint: .*checkpoints/3$"):
+        train.train(micro, run)
+    monkeypatch.undo()
+    with Checkpoints(run, create=False) as checkpoints:
+        assert checkpoints.steps() == [3]
+    train.train(micro, run)
+    assert int(state_of(run).step) == 6
+
+
+def test_a_read_only_folder_is_said_and_changes_nothing(micro, halfway, tmp_path):
+    run = tmp_path / "frozen"
+    shutil.copytree(halfway, run)
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    # Root may write everywhere, unless it gives that right up.
+    before = ("setpriv", "--bounding-set", "-dac_override", "--inh-caps", "-dac_override") if os.getuid() == 0 else ()
+    if before and shutil.which("setpriv") is None:
+        pytest.skip("the tests run as root, and setpriv (util-linux) is not installed")
+    process = start(micro, run, before=before)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == Exit.STORAGE, errors
+    assert "Permission denied" in errors.splitlines()[-1]
+    assert str(run) in errors.splitlines()[-1]
+    assert int(state_of(run).step) == 3
+
+
+def test_data_that_vanishes_leaves_the_last_good_checkpoint(micro, halfway, tmp_path, monkeypatch):
+    def vanish(self, step):
+        if step >= 4:
+            raise DataError("text/3.txt: no such file")
+        return read(self, step)
+
+    run = tmp_path / "vanished"
+    shutil.copytree(halfway, run)
+    read = Batches.__getitem__
+    monkeypatch.setattr(Batches, "__getitem__", vanish)
+    with pytest.raises(DataError, match=r"text/3\.txt"):
+        train.train(micro, run)
+    monkeypatch.undo()
+    assert int(state_of(run).step) == 3
+    train.train(micro, run)
+
+
+def test_checkpoints_stay_by_policy(micro, halfway, tmp_path):
+    """The last, every multiple of four, and the best by held-out bits, which is that of step two here."""
+    run = tmp_path / "kept"
+    shutil.copytree(halfway, run)
+    shutil.rmtree(run / "checkpoints" / "3")
+    config = c.replace(micro, checkpoint_every=1, eval_every=1, keep=Keep(last=1, every=4, best=1))
+    train.train(config, run)
+    bits = {
+        line["step"]: line["bits_per_byte"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"
+    }
+    best = min(range(1, 7), key=lambda step: bits[step])
+    with Checkpoints(run, create=False) as checkpoints:
+        assert checkpoints.steps() == sorted({4, 6, best})
+
+
+def test_a_replayed_step_has_the_same_bits(halfway):
+    found = resume_check.replay(halfway)
+    assert found.step == 4
+    assert found.exact, found
+    assert {"loss", "grad_norm", "update_rms.experts"} <= found.logged.keys()
+
+
+def test_a_replay_finds_what_a_checkpoint_lost(halfway, tmp_path, monkeypatch):
+    """Momentum set to zero: the loss is the same, the updates are not."""
+
+    def forgetful(self, *args):
+        state = read(self, *args)
+        return state._replace(opt_state=jax.tree.map(lambda x: 0 * x, state.opt_state))
+
+    read = Checkpoints._read
+    monkeypatch.setattr(Checkpoints, "_read", forgetful)
+    found = resume_check.replay(halfway)
+    assert not found.exact
+    assert found.logged["loss"] == found.seen["loss"]
+    assert found.logged["update_rms.experts"] != found.seen["update_rms.experts"]
+
+
+def test_stages_survive_a_stop_on_either_side_of_their_boundary(micro, tmp_path):
+    stages = (Stage(start=3, seq_len=80, batch=2),)
+    config = c.replace(
+        micro, steps=5, sample_tokens=0, stages=stages, checkpoint_every=1, eval_every=100, keep=Keep(last=9)
+    )
+    whole = tmp_path / "whole"
+    train.train(config, whole)
+    (stage,) = [event for event in events(whole) if event["event"] == "stage"]
+    assert stage["step"] == 4
+    for kept in (2, 3):
+        run = tmp_path / f"from{kept}"
+        shutil.copytree(whole, run)
+        for step in range(kept + 1, 6):
+            shutil.rmtree(run / "checkpoints" / str(step))
+        (run / "summary.json").unlink()
+        train.train(config, run)
+        assert_same_state(whole, run)
+        assert [event["step"] for event in events(run) if event["event"] == "stage"] == [4]
+
+
+@pytest.fixture(scope="module")
+def on_eight(micro, tmp_path_factory):
+    """A run on eight devices, with its parameters spread over four of them."""
+    run = tmp_path_factory.mktemp("runs") / "eight"
+    mesh = placement.make_mesh({"data": 2, "fsdp": 4})
+    train.train(c.replace(micro, batch=8, steps=2), run, train.Options(mesh=mesh))
+    return run
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_run_goes_on_with_fewer_devices(on_eight, devices):
+    expected = restore_elsewhere.look(on_eight, placement.make_mesh({"fsdp": 4, "data": 2}))
+    mesh = None if devices == 1 else placement.make_mesh({"fsdp": devices}, jax.devices()[:devices])
+    found = restore_elsewhere.look(on_eight, mesh)
+    assert found["batch"] == expected["batch"]
+    assert found["nats"] == pytest.approx(expected["nats"], rel=1e-6)
+
+
+def test_a_run_goes_on_in_two_processes(on_eight):
+    expected = restore_elsewhere.look(on_eight, None)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HERE / "restore_elsewhere.py", on_eight, "data=2,fsdp=4", coordinator, "2", str(number)],
+            env=environment(devices=4),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        printed, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        found = json.loads(printed.splitlines()[-1])
+        assert found["batch"] == expected["batch"]
+        assert found["nats"] == pytest.approx(expected["nats"], rel=1e-6)
