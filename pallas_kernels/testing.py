@@ -13,24 +13,27 @@ KEYS = ("random", "cosine 0.9", "identical", "alternating")
 BETAS = ("random", "zero", "half", "one")
 
 
-def relative_error(actual, expected) -> float:
-    """Norm of the difference over the norm of the expected array, in float64; infinite if anything is not finite."""
+def relative_error(actual, expected, size: float = 0.0) -> float:
+    """Norm of the difference over the norm of the expected array, in float64; infinite if anything is not finite.
+
+    size: divides in place of a norm that is smaller, for sums whose terms cancel.
+    """
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {actual.shape} and {expected.shape}")
     if not np.all(np.isfinite(actual)):
         return float("inf")
-    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), size, 1e-30))
 
 
-def assert_close(actual: dict, expected: dict, tolerance: float | dict):
+def assert_close(actual: dict, expected: dict, tolerance: float | dict, sizes: dict | None = None):
     """Every array of a result within its relative error; the message lists them all.
 
-    tolerance: one number, or a number by name with the rest under "default".
+    tolerance: one number, or a number by name with the rest under "default". sizes: `relative_error`'s, by name.
     """
     assert actual.keys() == expected.keys(), f"{sorted(actual)} and {sorted(expected)}"
     limit = tolerance if isinstance(tolerance, dict) else {"default": tolerance}
-    errors = {name: relative_error(actual[name], expected[name]) for name in actual}
+    errors = {name: relative_error(actual[name], expected[name], (sizes or {}).get(name, 0.0)) for name in actual}
     late = [name for name, error in errors.items() if error > limit.get(name, limit["default"])]
     report = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     assert not late, f"{late} beyond {tolerance}: {report}"

@@ -127,7 +127,7 @@ def validate(q, k, v, gate, beta, A_log, dt_bias, initial_state, segment_ids, *,
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; with q of shape {q.shape} it must be {shape}")
-    _validate_dtypes(q, k, v, gate, beta, A_log, dt_bias, initial_state)
+    validate_dtypes(q, k, v, gate, beta, A_log, dt_bias, initial_state)
     validate_lower_bound(lower_bound)
     if chunk_size not in (None, 16, 32, 64, 128):
         raise ValueError(f"chunk_size must be 16, 32, 64, 128 or None, got {chunk_size}")
@@ -148,7 +148,7 @@ def validate_lower_bound(lower_bound):
         raise ValueError(f"lower_bound must be a negative number (the least log-decay) or None, got {lower_bound}")
 
 
-def _validate_dtypes(q, k, v, gate, beta, A_log, dt_bias, initial_state):
+def validate_dtypes(q, k, v, gate, beta, A_log, dt_bias, initial_state):
     arrays = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     for name, array in arrays.items():
         if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):

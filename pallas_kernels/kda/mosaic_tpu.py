@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import target
 from pallas_kernels.kda import inputs
@@ -175,6 +176,7 @@ def _run(plan, interpret, tokens, parameters, initial, steps, *, saves):
 
 def _kda_fwd(plan, interpret, tokens, parameters, initial, steps):
     o, final, saved = _run(plan, interpret, tokens, parameters, initial, steps, saves=True)
+    saved = checkpoint_name(saved, "states")
     return (o, final), (tokens, parameters, steps, saved)
 
 

@@ -2,11 +2,14 @@
 
 It reads the raw inputs, the cotangent of the output, and per step what the forward saved: the state at its start and
 X = (I + L)^-1. With N the solution and P its right-hand side, dP = X^T dN and dL = -stril(dP N^T): the inverse needs no
-derivative of its own. The cotangent of the state stays, float32 and transposed, in the block of the initial state's
-gradient.
+derivative of its own, and beta's is <dP, N> / beta, for N = beta (R - B N): the two parts of the product rule would
+cancel when keys are alike. B itself is not needed again. The cotangent of the state stays, float32 and transposed, in
+the block of the initial state's gradient.
 
-The log-decay's gradient is a reverse running sum of q dq + k dk(as row) - k dk(as column). The diagonal of A carries no
-decay and is kept out of it: its two terms would cancel only up to rounding, and strong decay leaves less than that.
+The log-decay's gradient is a reverse running sum of q dq + k dk(as row) - k dk(as column), in which every pair of later
+tokens appears twice and must cancel, while strong decay leaves little else. So what has no decay is kept out of it (the
+diagonal of A, the last token's way into the state), and both sides of a pair take the same rounded operands. Decays
+without a bound leave nothing at all: there every sum of log-decays has a gradient of its own, and nothing cancels.
 """
 
 import functools
@@ -16,8 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kda.mosaic_tpu_decays import columns, dyadic_masks, pair_decays, pair_matrices, term_mask
 from pallas_kernels.kda.mosaic_tpu_forward import VMEM_LIMIT, token_specs
 from pallas_kernels.kda.mosaic_tpu_math import (
+    NN,
     NT,
     TN,
     Plan,
@@ -27,13 +32,10 @@ from pallas_kernels.kda.mosaic_tpu_math import (
     iota,
     load_pair,
     mask_rows,
-    pair_decays,
-    pair_matrices,
     prepare_beta,
     prepare_pair,
     run_in_lockstep,
     store_pair,
-    term_mask,
 )
 
 
@@ -95,23 +97,22 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
         raw = [load_pair(ref, j) for ref in (q_ref, k_ref, gate_ref)]
         heads = prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref)
         decays = yield from pair_decays(plan, masks, heads)
-        A, B = yield from pair_matrices(plan, masks, heads, decays)
+        A, _ = yield from pair_matrices(plan, masks, heads, decays, between_keys=False)
         values, douts = ([mask_rows(masks, x) for x in load_pair(ref, j)] for ref in (v_ref, do_ref))
         states = [saved_state_ref[0, 0, 2 * j + n] for n in range(2)]
         dstates = [dstate_ref[0, 0, 2 * j + n] for n in range(2)]
-        R, N, dP = yield from _solve(plan, heads, decays, A, saved_inverse_ref[0, 0, j], values, douts, states, dstates)
-        dA, dB, dbetas, diagonals = yield from _matrix_gradients(plan, masks, heads, B, R, N, dP, douts)
+        N, dP = yield from _solve(plan, heads, decays, A, saved_inverse_ref[0, 0, j], values, douts, states, dstates)
+        dA, dB = yield from _matrix_gradients(plan, masks, heads, N, dP, douts)
+        dlog_beta, diagonals = ([jnp.sum(x * y, -1, keepdims=True) for x, y in zip(left, N)] for left in (dP, douts))
         dR = [head.beta * x for head, x in zip(heads, dP)]
         store_pair(dv_ref, j, dR, add=revisits)
         inner = yield from _inside_chunk(plan, heads, decays, dA, dB)
         outer = yield from _through_state(plan, heads, decays, N, dR, douts, states, dstates)
         dq, dk, dG = [], [], []
         for n, (head, decay) in enumerate(zip(heads, decays)):
-            rows_q, rows_k, columns_k = (x + y for x, y in zip(inner[n], outer[n]))
-            last = jnp.sum(head.k * outer[n][2], 0, keepdims=True)
-            last += decay.whole * jnp.sum(states[n].astype(jnp.float32) * dstates[n], 0, keepdims=True)
-            by_decay = head.q * rows_q + head.k * (rows_k - columns_k)
-            dG.append(by_decay + jnp.where(iota(by_decay.shape, 0) == C - 1, last, 0.0))
+            of_pairs, *within = inner[n]
+            dG.append(_sum_gradients(plan, head, decay, of_pairs, outer[n], states[n], dstates[n]))
+            rows_q, rows_k, columns_k = (x + y for x, y in zip(within, outer[n]))
             dq.append(rows_q + diagonals[n] * head.k)
             dk.append(rows_k + columns_k + diagonals[n] * head.q)
             added = plan.product(
@@ -122,7 +123,8 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
             dstate_ref[0, 0, 2 * j + n] = dstates[n] * decay.whole + added
         store_pair(dq_ref, j, [_unnormalize(x.q, x.q_root, y, plan.scale) for x, y in zip(heads, dq)], add=revisits)
         store_pair(dk_ref, j, [_unnormalize(x.k, x.k_root, y, 1.0) for x, y in zip(heads, dk)], add=revisits)
-        dg = plan.product(masks.from_i, plan.pieces(jnp.concatenate(dG, 1), 2))
+        back = (masks.from_i, NN) if plan.bounded else (dyadic_masks(C), TN)
+        dg = plan.product(back[0], plan.pieces(jnp.concatenate(dG, 1), 2), back[1])
         yield
         dg = [dg[:, : plan.key], dg[:, plan.key :]]
         dgate = [x * head.gate.by_input for x, head in zip(dg, heads)]
@@ -130,7 +132,7 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
         for n in range(2):
             dbias.append((2 * j + n, jnp.sum(dgate[n], 0, keepdims=True)))
             da_log.append((2 * j + n, jnp.sum(dg[n] * heads[n].gate.by_a_log, 0, keepdims=True)))
-            dbeta.append((2 * j + n, dbetas[n]))
+            dbeta.append((2 * j + n, dlog_beta[n]))
 
     run_in_lockstep(program(j) for j in range(plan.heads // 2))
     for ref, rows in ((da_log_ref, da_log), (dbias_ref, dbias)):
@@ -142,7 +144,7 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
 
 
 def _solve(plan, heads, decays, A, inverse, values, douts, states, dstates):
-    """Generator: R = V - K+ S, N = X (beta R) and dP = X^T dN, dN = A^T dO + K- dS', of two heads."""
+    """Generator: N = X (beta R) and dP = X^T dN of two heads; R = V - K+ S, dN = A^T dO + K- dS'."""
     C, V = plan.chunk, plan.value
     inverse_T, A_T = inverse.astype(jnp.float32).T, A.T
     R, dN = [], []
@@ -155,32 +157,25 @@ def _solve(plan, heads, decays, A, inverse, values, douts, states, dstates):
     N = plan.product(inverse, right)
     dP = [plan.product(inverse_T[n * C : (n + 1) * C], dN[n]) for n in range(2)]
     yield
-    return R, [N[:, :V], N[:, V:]], dP
+    return [N[:, :V], N[:, V:]], dP
 
 
-def _matrix_gradients(plan, masks, heads, B, R, N, dP, douts):
-    """Generator: strictly lower dA and dB [C, 2C] of two heads; gradients of beta and of A's diagonal, [C, 1] each."""
+def _matrix_gradients(plan, masks, heads, N, dP, douts):
+    """Generator: strictly lower dA and dB [C, 2C] of two heads."""
     C = plan.chunk
     left = jnp.concatenate([jnp.concatenate(x, 1) for x in (douts, dP)], 0)
     both = plan.product(left, block_diagonal(*(plan.pieces(x)[0] for x in N)), NT)
     yield
     strict = masks.until & (iota((C, 2 * C), 0) != iota((C, 2 * C), 1) % C)
     dA, dL = jnp.where(strict, both[:C], 0.0), jnp.where(strict, -both[C:], 0.0)
-    by_row = dL * B
-    first = iota((C, 2 * C), 1) < C
-    dbeta = [
-        jnp.sum(dP[n] * R[n], -1, keepdims=True) + jnp.sum(jnp.where(first == (n == 0), by_row, 0.0), -1, keepdims=True)
-        for n in range(2)
-    ]
-    diagonals = [jnp.sum(x * y, -1, keepdims=True) for x, y in zip(douts, N)]
-    return dA, halves(plan, heads[0].beta, heads[1].beta) * dL, dbeta, diagonals
+    return dA, halves(plan, heads[0].beta, heads[1].beta) * dL
 
 
 def _inside_chunk(plan, heads, decays, dA, dB):
-    """Generator: gradients through A and B: of q, of k as row, of k as column, [C, K] each, for two heads."""
+    """Generator: gradients through A and B of sums of log-decays, q, k as row and k as column, for two heads."""
     C, K = plan.chunk, plan.key
-    rows = [[], []]
-    columns = [None, None]
+    right = [columns(plan, h, d, 1) for h, d in zip(heads, decays)]
+    rows, parts = [[], []], [[], []]
     for index in range(len(decays[0].terms)):
         terms = [d.terms[index] for d in decays]
         start, stop = terms[0].start, terms[0].stop
@@ -188,32 +183,53 @@ def _inside_chunk(plan, heads, decays, dA, dB):
         if not plan.bounded:
             cotangent = [jnp.where(term_mask(plan, index), x, 0.0) for x in cotangent]
         cotangent = jnp.concatenate(cotangent, 0)
-        right = []
-        for h, t in zip(heads, terms):
-            x = h.k[: len(t.column)] * t.column
-            missing = C - len(x)
-            right.append(jnp.concatenate([x, jnp.zeros((missing, K), jnp.float32)], 0) if missing else x)
-        by_row = plan.product(cotangent, block_diagonal(*(plan.pieces(x)[0] for x in right)))
+        by_row = plan.product(cotangent, block_diagonal(*(_fill(x[index][0], C) for x in right)))
         flipped = cotangent.T
         for n, (h, t) in enumerate(zip(heads, terms)):
-            left = jnp.concatenate([x[start:stop] * t.row for x in (h.q, h.k)], 0)
-            by_column = plan.product(flipped[n * C : n * C + len(t.column)], left) * t.column
-            columns[n] = by_column if columns[n] is None else _add_prefix(by_column, columns[n])
-            part = by_row[:, n * K : (n + 1) * K] * jnp.concatenate([t.row] * 2, 0)
-            rows[n].append((part[: stop - start], part[stop - start :]))
+            left = plan.pieces(jnp.concatenate([x[start:stop] * t.row for x in (h.q, h.k)], 0))
+            parts[n].append(plan.product(flipped[n * C : n * C + len(right[n][index][0])], left))
+            raw = by_row[:, n * K : (n + 1) * K]
+            both = raw * left[0].astype(jnp.float32), raw * jnp.concatenate([t.row] * 2, 0)
+            rows[n].append([x[: stop - start] + x[stop - start :] for x in both[:1]] + jnp.split(both[1], 2))
         yield
-    combine = (lambda x: jnp.concatenate(x, 0)) if plan.bounded else sum
-    return [(combine([x for x, _ in rows[n]]), combine([x for _, x in rows[n]]), columns[n]) for n in range(2)]
+    return [_sum_terms(plan, decays[n].terms, right[n], rows[n], parts[n]) for n in range(2)]
 
 
-def _add_prefix(x, prefix):
-    """x with `prefix` added to its first rows."""
-    n = len(prefix)
-    return x + prefix if n == len(x) else jnp.concatenate([x[:n] + prefix, x[n:]], 0)
+def _sum_gradients(plan, head, decay, of_pairs, outer, state, dstate):
+    """Gradients of the sums of log-decays that `pair_decays` forms: [C, K], or unbounded [(2 + log2 C) * C, K]."""
+    rows_q, rows_k, columns_k = outer
+    entering, leaving = head.q * rows_q + head.k * rows_k, head.k * columns_k
+    through = decay.whole * jnp.sum(state.astype(jnp.float32) * dstate, 0, keepdims=True)
+    at_end = iota(leaving.shape, 0) == plan.chunk - 1
+    if not plan.bounded:
+        return jnp.concatenate([entering + jnp.where(at_end, through, 0.0), leaving, of_pairs], 0)
+    leaving = jnp.where(at_end, 0.0, leaving)
+    last = through + jnp.sum(leaving, 0, keepdims=True)
+    return of_pairs + entering - leaving + jnp.where(at_end, last, 0.0)
+
+
+def _sum_terms(plan, terms, right, rows, parts):
+    """The results of `_inside_chunk` for one head from those of its terms."""
+    if not plan.bounded:
+        dG, dq, dk_row = zip(*rows)
+        dG = [x + y[0].astype(jnp.float32) * z for x, y, z in zip(dG, right, parts)]
+        return jnp.concatenate(dG, 0), sum(dq), sum(dk_row), sum(t.column * y for t, y in zip(terms, parts))
+    total = parts[-1]
+    for term, after, part in reversed(list(zip(terms, terms[1:], parts))):
+        total = jnp.concatenate([total[: term.stop] * after.shrink + part, total[term.stop :]], 0)
+    dG, dq, dk_row = (jnp.concatenate(x, 0) for x in zip(*rows))
+    own = jnp.concatenate([x[0][t.start : t.stop] for x, t in zip(right, terms)], 0).astype(jnp.float32)
+    return dG - own * total, dq, dk_row, jnp.concatenate([t.column for t in terms], 0) * total
+
+
+def _fill(x, size):
+    """x with zeros below up to `size` rows."""
+    missing = size - len(x)
+    return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)], 0) if missing else x
 
 
 def _through_state(plan, heads, decays, N, dR, douts, states, dstates):
-    """Generator: the same three gradients through the states at the start and the end of the chunk."""
+    """Generator: gradients of q, of k as row and as column through the states at the start and the end of the chunk."""
     C = plan.chunk
     out = []
     for n, decay in enumerate(decays):

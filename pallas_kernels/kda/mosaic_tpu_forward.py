@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kda.mosaic_tpu_decays import pair_decays, pair_matrices
 from pallas_kernels.kda.mosaic_tpu_math import (
     NN,
     NT,
@@ -23,8 +24,6 @@ from pallas_kernels.kda.mosaic_tpu_math import (
     halves,
     load_pair,
     mask_rows,
-    pair_decays,
-    pair_matrices,
     prepare_beta,
     prepare_pair,
     run_in_lockstep,

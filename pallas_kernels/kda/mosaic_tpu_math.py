@@ -87,24 +87,6 @@ class Gate(NamedTuple):
     by_a_log: jax.Array
 
 
-class Decays(NamedTuple):
-    """Decays of one head for one chunk, float32. `terms` cover every pair i > j once."""
-
-    enter: jax.Array  # [C, K], from the start of the chunk to i
-    leave: jax.Array  # [C, K], from i to the end of the chunk
-    whole: jax.Array  # [1, K]
-    terms: tuple["Term", ...]
-
-
-class Term(NamedTuple):
-    """decay(j -> i) = row_i * column_j for rows start..stop against columns 0..len(column)."""
-
-    start: int
-    stop: int
-    row: jax.Array
-    column: jax.Array
-
-
 class Masks(NamedTuple):
     """Which tokens of a chunk meet; the last four are None without documents."""
 
@@ -196,13 +178,13 @@ def chunk_masks(plan, documents_ref):
 
 
 def prepare_beta(masks, logits):
-    """(beta, its derivative) from logits [C, heads]; zero on padding."""
+    """(beta, the derivative of its logarithm) from logits [C, heads]; beta is zero on padding."""
     if masks.valid is not None:
         logits = jnp.where(masks.valid, logits, 0.0)
     beta, rest = jax.nn.sigmoid(logits), jax.nn.sigmoid(-logits)
     if masks.valid is not None:
         beta = jnp.where(masks.valid, beta, 0.0)
-    return beta, beta * rest
+    return beta, rest
 
 
 def mask_rows(masks, x):
@@ -237,116 +219,6 @@ def log_decay(lower_bound, shifted, rate):
     gate, complement = 1.0 / (1.0 + jnp.exp(-z)), 1.0 / (1.0 + jnp.exp(z))
     by_input = gate * complement * (lower_bound * rate)
     return Gate(gate * (lower_bound / math.log(2)), by_input, by_input * shifted)
-
-
-def bounded_decays(plan, G):
-    """Decays from running sums G [C, K] when no log-decay is below SAFE_LOWER_BOUND.
-
-    Rows in blocks of 16. A block's anchor is the sum at its first row plus a constant, which centers the exponents
-    without looking at later tokens, so later tokens change no bit of earlier results.
-    """
-    C = plan.chunk
-    center = 0.5 * (BLOCK - 1) * plan.lower_bound / math.log(2)
-    terms, column, before = [], None, None
-    for start in range(0, C, BLOCK):
-        stop = start + BLOCK
-        anchor = G[start : start + 1] + center
-        distance = G[start:stop] - anchor
-        own = jnp.exp2(-distance)
-        column = own if column is None else jnp.concatenate([column * jnp.exp2(anchor - before), own], 0)
-        before = anchor
-        terms.append(Term(start, stop, jnp.exp2(distance), column))
-    last = G[C - 1 :]
-    return Decays(jnp.exp2(G), jnp.exp2(last - G), jnp.exp2(last), tuple(terms))
-
-
-def dyadic_masks(C):
-    """0/1 matrices [(2 + log2 C) * C, C]: sums of log-decays to a token, after it, and to the anchor of each level.
-
-    At the level of blocks of b tokens a pair is split at the first row of the later block: i sums from there to itself,
-    j sums from behind itself to there. All exponents are sums of log-decays, <= 0 and without cancellation.
-    """
-    i, m = iota((C, C), 0), iota((C, C), 1)
-    masks = [m <= i, m > i]
-    for b in dyadic_levels(C):
-        odd = (i // b) % 2 == 1
-        anchor = jnp.where(odd, i // b * b, (i // b + 1) * b)
-        masks.append(jnp.where(odd, (m > anchor) & (m <= i), (m > i) & (m <= anchor)))
-    return jnp.concatenate([jnp.where(x, 1.0, 0.0) for x in masks], 0)
-
-
-def dyadic_levels(C):
-    return [1 << n for n in range(C.bit_length() - 1)]
-
-
-def unbounded_decays(plan, sums):
-    """Decays from sums [(2 + log2 C) * C, K] over `dyadic_masks`; finite for every log-decay <= 0."""
-    C = plan.chunk
-    parts = [jnp.exp2(sums[n * C : (n + 1) * C]) for n in range(sums.shape[0] // C)]
-    row = iota((C, sums.shape[1]), 0)
-    terms = []
-    for b, decay in zip(dyadic_levels(C), parts[2:]):
-        odd = (row // b) % 2 == 1
-        terms.append(Term(0, C, jnp.where(odd, decay, 0.0), jnp.where(odd, 0.0, decay)))
-    return Decays(parts[0], parts[1], parts[0][C - 1 :], tuple(terms))
-
-
-def mask_decays(masks, decays):
-    """Cuts a chunk's contact with the state for tokens of documents that do not enter or leave it."""
-    if masks.enter is None:
-        return decays
-    enter, leave = decays.enter * masks.enter, decays.leave * masks.leave
-    return decays._replace(enter=enter, leave=leave, whole=decays.whole * masks.keep)
-
-
-def term_mask(plan, index):
-    """bool [rows, 2C]: pairs that a term of `unbounded_decays` covers."""
-    C = plan.chunk
-    i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
-    size = 2 * dyadic_levels(C)[index]
-    return i // size == j // size
-
-
-def pair_decays(plan, masks, heads):
-    """Generator: decays of two heads."""
-    C, K = plan.chunk, plan.key
-    g = plan.pieces(jnp.concatenate([h.gate.g for h in heads], 1), 2 if plan.bounded else 3)
-    until = jnp.where(iota((C, C), 0) >= iota((C, C), 1), 1.0, 0.0)
-    sums = plan.product(until if plan.bounded else dyadic_masks(C), g)
-    yield
-    function = bounded_decays if plan.bounded else unbounded_decays
-    return [mask_decays(masks, function(plan, sums[:, n * K : (n + 1) * K])) for n in range(2)]
-
-
-def pair_matrices(plan, masks, heads, decays):
-    """Generator: A_ij = <q_i, k_j decay>, i >= j, and B_ij = <k_i, k_j decay>, i > j; [C, 2C] of two heads."""
-    C = plan.chunk
-    zero = jnp.zeros((C, 2 * C), jnp.float32)
-    A, B = ([], []) if plan.bounded else (zero, zero)
-    for index in range(len(decays[0].terms)):
-        both = []
-        for h, d in zip(heads, decays):
-            term = d.terms[index]
-            rows = jnp.concatenate([x[term.start : term.stop] * term.row for x in (h.q, h.k)], 0)
-            columns = h.k[: len(term.column)] * term.column
-            x = plan.product(rows, plan.pieces(columns, 2), NT)
-            if x.shape[1] < C:
-                x = jnp.concatenate([x, jnp.zeros((x.shape[0], C - x.shape[1]), jnp.float32)], 1)
-            both.append(x)
-        yield
-        both = jnp.concatenate(both, 1)
-        half = len(both) // 2
-        if plan.bounded:
-            A.append(both[:half])
-            B.append(both[half:])
-        else:
-            A, B = (x + jnp.where(term_mask(plan, index), y, 0.0) for x, y in ((A, both[:half]), (B, both[half:])))
-    if plan.bounded:
-        A, B = jnp.concatenate(A, 0), jnp.concatenate(B, 0)
-    i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
-    diagonal = halves(plan, *(jnp.sum(h.q * h.k, -1, keepdims=True) for h in heads))
-    A = jnp.where(i == j, diagonal, jnp.where(masks.until, A, 0.0))
-    return A, jnp.where(masks.until & (i != j), B, 0.0)
 
 
 def halves(plan, a, b):

@@ -8,8 +8,21 @@ import numpy as np
 
 from pallas_kernels import testing
 from pallas_kernels.kda import kda
+from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu
 
+# The TPU kernels on CPU. Their operands are rounded as on the device; products are exact.
+INTERPRETED = "mosaic_tpu interpreted"
+# Interpreted kernels are long programs that run once: compile them with little optimization. Excess precision would let
+# XLA widen a bfloat16 array that the interpreted kernel then reads as pairs of bits.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_allow_excess_precision": False,
+}
+# Sizes that interpreted kernels are compiled for, unless a test is about sizes: each compilation costs seconds.
+BUCKET = dict(B=3, T=150, H=2, N=8, K=32, V=32)
 ARRAYS = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "initial_state")
+AXES = dict(q="BTHK", k="BTHK", v="BTHV", gate="BTHK", beta="BTH", A_log="H", dt_bias="HK", o="BTHV")
 FLOAT64 = "reference in float64"
 
 
@@ -34,25 +47,71 @@ def make_inputs(
     }
 
 
-def cotangents(inputs: dict, seed=1) -> tuple:
-    """Random cotangents of the output and the final state."""
+def cotangents(inputs: dict, seed=1, dtype=jnp.float32) -> tuple:
+    """Random cotangents of the output, exact in `dtype`, and of the final state."""
     rng = np.random.default_rng(seed)
-    shapes = inputs["v"].shape, inputs["initial_state"].shape
-    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    do, dstate = (jnp.asarray(rng.standard_normal(inputs[n].shape), jnp.float32) for n in ("v", "initial_state"))
+    return do.astype(dtype).astype(jnp.float32), dstate
 
 
 def values(inputs: dict, *, implementation, segment_ids=None, **static) -> dict:
     """{"o", "state"} of an implementation; FLOAT64 is the recurrence in float64."""
-    with jax.enable_x64(implementation == FLOAT64):
-        inputs, name = _widen(inputs, implementation)
-        return _jitted(name, False, tuple(static.items()))(inputs, None, segment_ids)
+    return _evaluate(inputs, None, implementation, segment_ids, static)
 
 
 def values_and_gradients(inputs: dict, cotangents, *, implementation, segment_ids=None, **static) -> dict:
     """The values, and the gradient by every input under its name."""
+    return _evaluate(inputs, cotangents, implementation, segment_ids, static)
+
+
+def _evaluate(inputs, cotangents, implementation, segment_ids, static):
+    own = sizes(inputs, static.get("num_segments"))
+    bucketed = implementation == INTERPRETED and not static.pop("exact", False)
+    if bucketed:
+        static, inputs, cotangents, segment_ids = _bucket(own, dict(static), inputs, cotangents, segment_ids)
     with jax.enable_x64(implementation == FLOAT64):
         (inputs, cotangents), name = _widen((inputs, cotangents), implementation)
-        return _jitted(name, True, tuple(static.items()))(inputs, cotangents, segment_ids)
+        result = _jitted(name, cotangents is not None, tuple(static.items()))(inputs, cotangents, segment_ids)
+    if not bucketed:
+        return result
+    result = {n: resize(x, axes_of(n, own), own) for n, x in result.items()}
+    return result | {"o": _rescale(result["o"], own)}
+
+
+def sizes(inputs, num_segments) -> dict:
+    """Size of every axis by its letter; N only with one state per document."""
+    named = dict(zip("BTHK", inputs["q"].shape), V=inputs["v"].shape[-1])
+    return named if num_segments is None else named | {"N": num_segments}
+
+
+def axes_of(name, sizes):
+    return AXES.get(name, "BNHKV" if "N" in sizes else "BHKV")
+
+
+def resize(x, axes, sizes, fill=0):
+    """x cut or filled up behind along each axis."""
+    x = x[tuple(slice(sizes[a]) for a in axes)]
+    return jnp.pad(x, [(0, sizes[a] - n) for a, n in zip(axes, x.shape)], constant_values=fill)
+
+
+def _bucket(own, static, inputs, cotangents, segment_ids):
+    """Fills up to the sizes of the bucket with padding that belongs to no document, empty documents and zeros."""
+    full = {a: max(size, BUCKET[a]) for a, size in own.items()}
+    if "N" in own:
+        static["num_segments"] = full["N"]
+    if segment_ids is None:
+        segment_ids = jnp.zeros((own["B"], own["T"]), jnp.int32)
+    inputs = {name: resize(x, axes_of(name, own), full) for name, x in inputs.items()}
+    if cotangents is not None:
+        cotangents = _rescale(cotangents[0], own), cotangents[1]
+        cotangents = tuple(resize(x, axes_of(n, own), full) for n, x in zip(("o", "state"), cotangents))
+    return static, inputs, cotangents, resize(jnp.asarray(segment_ids), "BT", full, fill=-1)
+
+
+def _rescale(o, own):
+    """Outputs, or their cotangents, as if queries had been scaled for the width that they really have."""
+    wider = max(own["K"], BUCKET["K"]) / own["K"]
+    return o if wider == 1 else (o * wider**0.5).astype(o.dtype)
 
 
 def _widen(tree, implementation):
@@ -66,9 +125,12 @@ def _jitted(implementation, gradients, static):
     """One compiled function per set of options, so that cases of equal shape share it."""
 
     def run(inputs, segment_ids):
-        arrays = dict(inputs)
-        tokens = [arrays.pop(name) for name in ARRAYS[:5]]
-        return kda(*tokens, **arrays, segment_ids=segment_ids, implementation=implementation, **dict(static))
+        arrays = [inputs.get(name) for name in ARRAYS]
+        if implementation == INTERPRETED:
+            options = dict(lower_bound=-5.0, num_segments=None, chunk_size=64) | dict(static)
+            return kda_mosaic_tpu(*arrays, segment_ids, interpret=True, **options)
+        rest = dict(zip(ARRAYS[5:], arrays[5:]), segment_ids=segment_ids)
+        return kda(*arrays[:5], **rest, implementation=implementation, **dict(static))
 
     def values(inputs, _, segment_ids):
         return dict(zip(("o", "state"), run(inputs, segment_ids)))
@@ -77,4 +139,5 @@ def _jitted(implementation, gradients, static):
         (o, state), pull = jax.vjp(lambda inputs: run(inputs, segment_ids), inputs)
         return {"o": o, "state": state} | pull((cotangents[0].astype(o.dtype), cotangents[1].astype(state.dtype)))[0]
 
-    return jax.jit(values_and_gradients if gradients else values)
+    options = QUICK if implementation == INTERPRETED else {}
+    return jax.jit(values_and_gradients if gradients else values, compiler_options=options)

@@ -45,7 +45,7 @@ def call(**changes):
         ({"implementation": "fast"}, ValueError, "implementation must be one of"),
     ),
 )
-def test_refuses(changes, error, message):
+def test_t3_t24_refuses(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
 
@@ -55,7 +55,7 @@ def test_takes_what_is_right():
     assert o.shape == (2, 6, 3, 4) and state.shape == (2, 3, 8, 4)
 
 
-def test_padded_inputs_of_decay_parameters_are_not_broadcast():
+def test_t24_padded_inputs_of_decay_parameters_are_not_broadcast():
     """A_log padded to the head width, as released weights have it, is refused by its shape."""
     with pytest.raises(ValueError, match=r"A_log has shape \(8,\)"):
         call(A_log=jnp.ones(8))

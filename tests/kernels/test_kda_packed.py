@@ -1,13 +1,17 @@
 """Packed documents and padding, one body of tests for every implementation of KDA."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kda_cases import ARRAYS, FLOAT64, cotangents, make_inputs, values, values_and_gradients
-from test_kda import FLOAT32, every_implementation
+from test_kda import every_implementation
 
+from k3jax.model.kda import short_conv
 from pallas_kernels import testing
 
+# A_log's gradient sums terms of both signs over tokens and channels.
+FLOAT32 = {"default": 5e-5, "A_log": 5e-4}
 # Single tokens, documents within a chunk, across chunks and ending with a chunk; three in the first.
 LENGTHS = (1, 1, 30, 1, 30, 1, 80, 1)
 SHAPE = dict(B=1, T=sum(LENGTHS), H=2, K=16, V=8)
@@ -52,7 +56,7 @@ def test_documents_start_from_nothing(implementation):
 
 
 @every_implementation
-def test_many_single_tokens(implementation):
+def test_t16_many_single_tokens(implementation):
     inputs = make_inputs(2, B=1, T=70, H=2, K=16, V=8, num_segments=70)
     options = dict(segment_ids=np.arange(70, dtype=np.int32)[None], num_segments=70)
     result = values(inputs, implementation=implementation, **options)
@@ -61,7 +65,7 @@ def test_many_single_tokens(implementation):
 
 @every_implementation
 @pytest.mark.parametrize("lengths", ((0, 40, 0, 30, 0), (70, 0, 0, 0, 0), (0, 0, 0, 0, 70)))
-def test_empty_documents_keep_their_state(implementation, lengths):
+def test_t14_empty_documents_keep_their_state(implementation, lengths):
     """FlashKDA#32, attention-gym#419; the gradient of an unused state is the cotangent of the final one."""
     inputs = make_inputs(3, B=1, T=70, H=2, K=16, V=8, num_segments=5)
     cot, segment_ids = cotangents(inputs), testing.packed_segment_ids(lengths)[None]
@@ -75,7 +79,7 @@ def test_empty_documents_keep_their_state(implementation, lengths):
 
 @every_implementation
 @pytest.mark.parametrize("num_segments", (None, 3))
-def test_padding_is_inert(implementation, num_segments):
+def test_t15_t28_padding_is_inert(implementation, num_segments):
     """Padding before, inside and after documents, holding nan: outputs and gradients are exactly zero there, and the
     rest is what it would be without the padding."""
     rng = np.random.default_rng(4)
@@ -109,3 +113,20 @@ def test_rows_are_independent(implementation):
     testing.assert_close(result, values_and_gradients(inputs, cot, implementation=FLOAT64, **options), FLOAT32)
     np.testing.assert_array_equal(result["state"][2], inputs["initial_state"][2])
     assert not np.any(result["o"][2])
+
+
+def test_t19_convolution_weights_of_packed_rows():
+    """fla#955: the gradient of two packed rows is that of their documents alone."""
+    rng = np.random.default_rng(6)
+    x, dy = (jnp.asarray(rng.standard_normal((2, 40, 2, 8)), jnp.float32) for _ in range(2))
+    weight = jnp.asarray(rng.standard_normal((4, 2, 8)), jnp.float32)
+    lengths = ((25, 15), (3, 37))
+    ids = jnp.stack([jnp.asarray(testing.packed_segment_ids(n)) for n in lengths])
+    gradient = jax.grad(lambda w, x, ids, dy: jnp.sum(short_conv(x, w, ids) * dy))
+    alone = [
+        gradient(weight, x[row : row + 1, part], None, dy[row : row + 1, part])
+        for row, (first, _) in enumerate(lengths)
+        for part in (slice(0, first), slice(first, 40))
+    ]
+    testing.assert_close({"weight": gradient(weight, x, ids, dy)}, {"weight": sum(alone)}, 1e-5)
+    assert testing.relative_error(gradient(weight, x, None, dy), sum(alone)) > 1e-2

@@ -1,160 +1,102 @@
-"""The fused TPU kernels of KDA in interpret mode, against the token recurrence in float32."""
+"""What is particular to the TPU kernels of KDA: their memory, their grid, real widths. The rest is in test_kda.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kda_cases import ARRAYS, FLOAT64, INTERPRETED, cotangents, make_inputs, values, values_and_gradients
+from test_kda import BFLOAT16, FLOAT32, check_equal
+from test_kda_decode import INDEX
+from test_kda_decode import make as make_decode
 
+from pallas_kernels import testing
+from pallas_kernels.kda import kda, mosaic_tpu, mosaic_tpu_decode
 from pallas_kernels.kda.mosaic_tpu import grid_steps, head_groups, kda_mosaic_tpu
-from pallas_kernels.kda.reference import kda_reference
-
-NAMES = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "initial_state")
-# Interpreted kernels are long programs that run once: compile them with little optimization. Excess precision would let
-# XLA widen a bfloat16 array that the interpreted kernel then reads as pairs of bits.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_allow_excess_precision": False,
-}
-BARS = {jnp.float32: dict.fromkeys(("o", "state", *NAMES), 5e-5)}
-BARS[jnp.bfloat16] = dict.fromkeys(NAMES, 1e-2) | dict(o=5e-3, state=5e-3, gate=2e-2, A_log=2e-2, dt_bias=2e-2)
-
-
-def make(seed, shape=(1, 66, 2, 64, 64), *, dtype=jnp.float32, keys="random", gate=None, beta=None, documents=None):
-    """Raw inputs in the order of NAMES; q, k, v, gate and beta are exact in `dtype`."""
-    B, T, H, K, V = shape
-    rng = np.random.default_rng(seed)
-    k = rng.standard_normal((B, T, H, K))
-    shared = rng.standard_normal((B, 1, H, K))
-    k = {"random": k, "cosine 0.9": k + 3 * shared, "identical": shared + 0 * k}[keys]
-    x = 3 * rng.standard_normal(k.shape) if gate is None else np.full(k.shape, gate)
-    logits = rng.standard_normal((B, T, H)) if beta is None else np.full((B, T, H), beta)
-    tokens = (rng.standard_normal(k.shape), k, rng.standard_normal((B, T, H, V)), x, logits)
-    slots = () if documents is None else (documents,)
-    rest = (
-        0.3 * rng.standard_normal(H),
-        0.3 * rng.standard_normal((H, K)),
-        rng.standard_normal((B, *slots, H, K, V)),
-    )
-    return [jnp.asarray(a, dtype) for a in tokens] + [jnp.asarray(a, jnp.float32) for a in rest]
-
-
-def kernel(arguments, ids=None, *, lower_bound=-5.0, documents=None, chunk_size=64):
-    static = dict(lower_bound=lower_bound, num_segments=documents, chunk_size=chunk_size, interpret=True)
-    return kda_mosaic_tpu(*arguments, ids, **static)
-
-
-def recurrence(arguments, ids=None, *, lower_bound=-5.0, documents=None, chunk_size=64):
-    arguments = [a.astype(jnp.float32) for a in arguments]
-    return kda_reference(*arguments, ids, lower_bound=lower_bound, num_segments=documents, chunk_size=chunk_size)
-
-
-def quick(run, ids=None, **static):
-    return jax.jit(lambda *a: run(a, ids, **static), compiler_options=QUICK)
-
-
-def relative(got, want):
-    got, want = (np.asarray(x, np.float64) for x in (got.astype(jnp.float32), want))
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-20)
-
-
-def check(arguments, ids=None, **static):
-    bars = BARS[jnp.bfloat16 if arguments[0].dtype == jnp.bfloat16 else jnp.float32]
-    got, want = quick(kernel, ids, **static)(*arguments), recurrence(arguments, ids, **static)
-    for name, a, b in zip(("o", "state"), got, want):
-        assert relative(a, b) < bars[name], (name, relative(a, b))
-    return got
-
-
-def check_gradients(arguments, ids=None, *, skip=(), **static):
-    dtype = jnp.bfloat16 if arguments[0].dtype == jnp.bfloat16 else jnp.float32
-    o, state = recurrence(arguments, ids, **static)
-    rng = np.random.default_rng(7)
-    do = jnp.asarray(rng.standard_normal(o.shape), dtype).astype(jnp.float32)
-    dstate = jnp.asarray(rng.standard_normal(state.shape), jnp.float32)
-
-    def loss(run):
-        def scalar(*a, do, dstate):
-            o, state = run(list(a), ids, **static)
-            return jnp.sum(o.astype(jnp.float32) * do) + jnp.sum(state * dstate)
-
-        return jax.jit(jax.grad(scalar, tuple(range(len(NAMES)))), compiler_options=QUICK)
-
-    got, want = (loss(run)(*arguments, do=do, dstate=dstate) for run in (kernel, recurrence))
-    for name, a, b in zip(NAMES, got, want):
-        if name not in skip:
-            assert relative(a, b) < BARS[dtype][name], (name, relative(a, b))
-    return dict(zip(NAMES, got))
-
 
 IDS = np.r_[[0] * 20, [1] * 3, [-1] * 4, [2], [3] * 20, [-1] * 2, [5] * 10, [-1] * 6][None].astype(np.int32)
+# Memory starts as NaN, transfers happen when they are waited for, and a race raises.
+SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
 
 
-@pytest.mark.parametrize("lower_bound", [-5.0, None])
-def test_values_and_gradients_float32(lower_bound):
-    check_gradients(make(0), lower_bound=lower_bound)
+def test_t11_real_widths_with_a_partial_chunk_in_bfloat16():
+    inputs = make_inputs(1, B=1, T=66, H=2, K=128, V=128, dtype=jnp.bfloat16)
+    check_equal(inputs, INTERPRETED, bars=BFLOAT16, exact=True)
 
 
-def test_t11_values_and_gradients_bfloat16_with_a_partial_chunk():
-    arguments = make(1, (1, 66, 2, 128, 128), dtype=jnp.bfloat16)
-    check(arguments)
-    check_gradients(arguments)
+def test_t12_widths_that_are_no_multiple_of_64():
+    inputs = make_inputs(8, B=1, T=65, H=2, K=192, V=100)
+    result = values(inputs, implementation=INTERPRETED, exact=True)
+    testing.assert_close(result, values(inputs, implementation=FLOAT64), FLOAT32)
 
 
-@pytest.mark.parametrize("keys", ["cosine 0.9", "identical"])
-def test_t7_alike_keys_without_decay(keys):
-    check(make(2, dtype=jnp.bfloat16, keys=keys, gate=-60.0, beta=20.0 if keys == "identical" else None))
+@pytest.mark.parametrize("num_segments", (None, 7))
+def test_memory_of_the_kernels_is_clean(monkeypatch, num_segments):
+    """Two groups of heads and packed documents, in a simulation of the memory: no race, no read of what is not there,
+    and every output written."""
+    monkeypatch.setattr(mosaic_tpu, "head_groups", lambda H: (2, H))
+    inputs = make_inputs(2, B=1, T=66, H=4, K=64, V=64, num_segments=num_segments)
+    cot = cotangents(inputs)
+
+    def run(inputs, cot):
+        static = dict(lower_bound=-5.0, num_segments=num_segments, chunk_size=32, interpret=SIMULATED)
+        call = lambda inputs: kda_mosaic_tpu(*(inputs[n] for n in ARRAYS), jnp.asarray(IDS), **static)  # noqa: E731
+        (o, state), pull = jax.vjp(call, inputs)
+        return {"o": o, "state": state} | pull(cot)[0]
+
+    expected = values_and_gradients(
+        inputs, cot, implementation=FLOAT64, segment_ids=jnp.asarray(IDS), num_segments=num_segments
+    )
+    testing.assert_close(jax.jit(run)(inputs, cot), expected, {"default": 5e-5, "A_log": 5e-4})
 
 
-@pytest.mark.parametrize("gate", [-200.0, 0.0, 9.0])
-def test_t1_t6_constant_gates(gate):
-    check(make(3, gate=gate))
+def test_memory_of_decoding_is_clean(monkeypatch):
+    """Rows of padding between live ones, two groups of heads."""
+    monkeypatch.setattr(mosaic_tpu_decode, "_heads", lambda H: 1)
+    x, parameters, pool = make_decode(0, 1)
+    run = lambda how: mosaic_tpu_decode.decode(x, parameters, pool, INDEX, lower_bound=-5.0, interpret=how)  # noqa: E731
+    simulated, plain = (jax.jit(lambda how=how: run(how))() for how in (SIMULATED, True))
+    jax.tree.map(np.testing.assert_array_equal, simulated, plain)
 
 
-def test_t2_t4_unbounded_decays_down_to_minus_1000():
-    arguments = make(4)
-    arguments[3] = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.3, arguments[3].shape), 1000.0, -30.0)
-    check(arguments, lower_bound=None)
-    # Gates at 0 or -1000 have no gradient to compare: the true one is below 1e-12, which rounding of sums exceeds.
-    check_gradients(arguments, lower_bound=None, skip=("gate", "A_log", "dt_bias"))
+def test_t13_value_heads_that_share_keys_are_refused():
+    """Grouped heads are the caller's to repeat: v of 2 H heads beside q of H is an error that names both."""
+    q, v = jnp.ones((1, 8, 2, 64)), jnp.ones((1, 8, 4, 64))
+    with pytest.raises(ValueError, match=r"v has shape \(1, 8, 4, 64\); with q of shape \(1, 8, 2, 64\)"):
+        kda(q, q, v, q, q[..., 0], A_log=jnp.ones(2), dt_bias=jnp.ones((2, 64)))
 
 
-@pytest.mark.parametrize("documents", [None, 7])
-def test_t15_t16_packed_documents_and_padding(documents):
-    arguments = make(5, documents=documents)
-    o, _ = check(arguments, jnp.asarray(IDS), documents=documents)
-    assert not np.asarray(o)[IDS < 0].any()
-    gradients = check_gradients(arguments, jnp.asarray(IDS), documents=documents)
-    for name in ("q", "k", "v", "gate", "beta"):
-        assert not np.asarray(gradients[name])[IDS < 0].any(), name
+def test_t26_more_elements_than_32_bits_count():
+    """Blocks are addressed by chunk, so that 2^31 elements and more need no 64-bit index."""
+    wide, narrow = jax.ShapeDtypeStruct((1, 2**24, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 128), jnp.float32)
+    beta, A_log = jax.ShapeDtypeStruct(wide.shape[:3], jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.float32)
+    static = dict(lower_bound=-5.0, num_segments=None, chunk_size=64, interpret=True)
+    run = lambda *x: kda_mosaic_tpu(*x, None, None, **static)  # noqa: E731
+    assert jax.eval_shape(run, *[wide] * 4, beta, A_log, narrow)[0].shape == wide.shape
 
 
-def test_t14_empty_documents_hand_their_state_on():
-    arguments = make(6, documents=7)
-    _, state = quick(kernel, jnp.asarray(IDS), documents=7)(*arguments)
-    np.testing.assert_array_equal(state[:, [4, 6]], arguments[7][:, [4, 6]])
+def test_t27_states_at_chunk_starts_count_by_document():
+    """Two documents of 20 tokens in chunks of 16 start in three chunks, and take two steps each."""
+    ids = jnp.asarray(testing.packed_segment_ids((20, 20))[None])
+    steps = grid_steps(ids, ids.shape, 16, 2)
+    used = np.asarray(steps.documents[0, :, 1]).any(axis=1)
+    taken = list(zip(np.asarray(steps.slot[0])[used].tolist(), np.asarray(steps.chunk[0])[used].tolist()))
+    assert taken == [(0, 0), (0, 1), (1, 1), (1, 2)]
 
 
-def test_t9_later_tokens_change_no_bit_of_earlier_outputs():
-    arguments = make(7, dtype=jnp.bfloat16)
-    changed = [a.at[:, 37:].multiply(-2) for a in arguments[:5]] + arguments[5:]
-    run = quick(kernel)
-    a, b = run(*arguments)[0], run(*changed)[0]
-    np.testing.assert_array_equal(a[:, :37], b[:, :37])
-    assert (np.asarray(a[:, 37:]) != np.asarray(b[:, 37:])).any()
+@pytest.mark.parametrize("implementation", ("chunked", INTERPRETED))
+def test_t29_replay_from_a_chunk_boundary_is_equal_bit_for_bit(implementation):
+    inputs = make_inputs(9, B=1, T=100, H=2, K=16, V=8)
+    part = lambda span: {n: x[:, span] if n in ARRAYS[:5] else x for n, x in inputs.items()}  # noqa: E731
+    options = dict(implementation=implementation) | ({} if implementation == INTERPRETED else {"chunk_size": 64})
+    whole = values(inputs, **options)
+    first = values(part(slice(0, 64)), **options)
+    second = values(part(slice(64, 100)) | {"initial_state": first["state"]}, **options)
+    np.testing.assert_array_equal(np.concatenate([first["o"], second["o"]], 1), whole["o"])
+    np.testing.assert_array_equal(second["state"], whole["state"])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 3, 64, 64), (1, 63, 1, 60, 128), (1, 65, 2, 192, 100)])
-def test_t10_t12_t30_lengths_widths_and_head_counts(shape):
-    check(make(8, shape))
-
-
-def test_t20_chunks_of_32_agree():
-    check(make(9), chunk_size=32)
-
-
-def test_every_document_gets_its_steps_once():
+def test_t16_every_document_gets_its_steps_once():
     steps = grid_steps(jnp.asarray(IDS), IDS.shape, 16, 7)
     used = np.asarray(steps.documents[0, :, 1])
     assert used.sum() == (IDS >= 0).sum()
