@@ -18,6 +18,7 @@ import pytest
 from k3jax import config as c
 from k3jax import config_io, placement, resume_check, train
 from k3jax.checkpoint import Checkpoints, StorageError
+from k3jax.config_data import Mixture, TextFolder, Weighted
 from k3jax.data import DataError
 from k3jax.data.order import Batches
 from k3jax.exits import Exit
@@ -208,24 +209,39 @@ def test_a_replay_finds_what_a_checkpoint_lost(halfway, tmp_path, monkeypatch):
     assert found.logged["update_rms.experts"] != found.seen["update_rms.experts"]
 
 
-def test_stages_survive_a_stop_on_either_side_of_their_boundary(micro, tmp_path):
-    stages = (Stage(start=3, seq_len=80, batch=2),)
+def test_stages_survive_a_stop_at_and_between_their_boundaries(micro, text, tmp_path):
+    """8K, 64K, 256K and 1M in miniature: rows grow, their number shrinks, and the last stage reads a mixture."""
+    other = Weighted(source=TextFolder(path=str(text), pattern="*[02468].txt", held_out=0.3), weight=1.0, name="even")
+    mixture = Mixture(parts=(Weighted(source=micro.data, weight=1.0, name="all"), other))
+    stages = (Stage(2, 40, 4), Stage(4, 80, 2), Stage(6, 160, 1, data=mixture))
+    model = c.replace(micro.model, layers=1, full_attention=(), dense_layers=0)
     config = c.replace(
-        micro, steps=5, sample_tokens=0, stages=stages, checkpoint_every=1, eval_every=100, keep=Keep(last=9)
-    )
+        micro, model=model, seq_len=20, batch=8, steps=8, sample_tokens=0, stages=stages, checkpoint_every=1,
+        eval_every=100, keep=Keep(last=9),
+    )  # fmt: skip
     whole = tmp_path / "whole"
     train.train(config, whole)
-    (stage,) = [event for event in events(whole) if event["event"] == "stage"]
-    assert stage["step"] == 4
-    for kept in (2, 3):
+    assert [event["step"] for event in events(whole) if event["event"] == "stage"] == [3, 5, 7]
+    with Checkpoints(whole, create=False) as checkpoints:
+        position = checkpoints.restore(config).position
+    assert position["stage"] == 3
+    assert {name: source["rows"] for name, source in position["data"]["sources"].items()} == {"all": 1, "even": 1}
+    for kept in (4, 5):
         run = tmp_path / f"from{kept}"
         shutil.copytree(whole, run)
-        for step in range(kept + 1, 6):
+        for step in range(kept + 1, 9):
             shutil.rmtree(run / "checkpoints" / str(step))
         (run / "summary.json").unlink()
         train.train(config, run)
         assert_same_state(whole, run)
-        assert [event["step"] for event in events(run) if event["event"] == "stage"] == [4]
+        assert [event["step"] for event in events(run) if event["event"] == "stage"] == [3, 5, 7]
+
+
+def test_stages_that_change_the_tokens_of_a_step_are_refused(micro):
+    with pytest.raises(c.ConfigError, match=r"stages\[0\] has batch x seq_len = 3 x 80 = 240 tokens .* 4 x 40 = 160"):
+        c.replace(micro, stages=(Stage(3, 80, 3),))
+    with pytest.raises(c.ConfigError, match=r"stages\[1\]\.start = 3, but it must lie after 3 and before .* 6"):
+        c.replace(micro, stages=(Stage(3, 80, 2), Stage(3, 80, 2)))
 
 
 @pytest.fixture(scope="module")
