@@ -134,6 +134,7 @@ class _Stage:
 
     def run(self, state: TrainState) -> TrainState:
         tools, first = self._tools, int(state.step)
+        self._report_packing(first)
         tools.progress.phase(f"compiling the train step ({self._stage.batch} rows of {self._stage.seq_len})")
         with tools.stop.nothing_to_save(), tools.clock.book("compile"):
             step = compile_step(self._stage, state, self._batch(first), tools.shardings)
@@ -151,6 +152,17 @@ class _Stage:
                 tracer.after(number, seen)
                 self._at_boundary(number, first, state)
         return state
+
+    def _report_packing(self, first: int) -> None:
+        """What packing did to each source; no token goes missing silently."""
+        reports = {name: report._asdict() for name, report in self._data.batches.packing_report.items()}
+        self._tools.writers.write({"step": first + 1, "kind": "event", "event": "data", "packing": reports})
+        for name, report in reports.items():
+            if report["dropped"]:
+                self._tools.progress.log(
+                    f"{name}: {report['truncated']:,} documents are cut to the row of {self._stage.seq_len} tokens, "
+                    f"and {report['dropped']:,} tokens are left out"
+                )
 
     def _at_boundary(self, number: int, first: int, state: TrainState) -> None:
         """Evaluates, saves and stops where it is time to."""
