@@ -6,7 +6,7 @@
 It is made from `metrics.jsonl` alone, also while the run goes on; what else lies in the folder (see
 `k3jax.report.run.Run`) is shown when it is there. The report of one run is written into its folder, a comparison into
 `comparison-FIRST-SECOND` beside the first run; `--out` names another folder. Beside `report.html` are `loss.png` and
-`charts/SECTION.png`.
+`charts/SECTION.png`; the page needs neither.
 """
 
 import os
@@ -26,7 +26,7 @@ def write_report(
     *folders: str | os.PathLike,
     out: str | os.PathLike | None = None,
     x: axis.Quantity = "step",
-    charts: bool = True,
+    charts: bool = False,
 ) -> pathlib.Path:
     """Writes the page and its PNGs and returns the path of the page.
 
@@ -34,7 +34,7 @@ def write_report(
       folders: of the runs, at least one.
       out: folder to write to, made if missing; None for the one described above.
       x: what the horizontal axes count.
-      charts: write the PNGs of all sections; without, only that of the loss, which is quicker by seconds.
+      charts: write a PNG for every section, which takes seconds; without, only that of the loss.
 
     Raises:
       ReportError: no such folder, a missing or damaged file, metrics of wrong types or without a training step, or runs

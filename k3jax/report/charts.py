@@ -187,7 +187,7 @@ def _scalar_charts(spec: catalog.Spec, members: list[Member], axis: Axis, *, sev
         ]
     lines = [one(*member.found[0][1:], member.label or spec.title, i) for i, member in enumerate(members)]
     stacked = spec.stacked and all(np.array_equal(part.x, lines[0].x) for part in lines)
-    return [curves("", lines, axis.span, stacked=stacked, legend=len(lines) > 1, **look)]
+    return [curves("", lines, axis.span, stacked=stacked, legend=len(lines) > 1 or bool(members[0].label), **look)]
 
 
 def _list_charts(member: Member, spec: catalog.Spec, axis: Axis, *, several: bool) -> list[Curves | Heat]:
@@ -267,7 +267,7 @@ def _latest(run: Run, field: Field, spec: catalog.Spec, *, several: bool) -> lis
     known = grid[np.isfinite(grid)]
     if not len(known):
         return []
-    low, high, log = _range(known, "zero" if spec.inner == "source" else spec.scale)
+    low, high, log = _range(known, spec.scale, robust=True)
     title = f"{run.name}, newest values by layer" if several else "Newest values by layer"
     inner = [str(i) for i in range(len(grid))]
     outer = row_labels(run, dataclasses.replace(spec, inner=""), grid.shape[1])

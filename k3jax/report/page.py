@@ -171,7 +171,8 @@ def _compression(runs: list[Run]) -> str:
 
 def _verdict(run: Run) -> str:
     size = run.summary.get("held_out_bytes")
-    where = f"the same {count(size)}B of held-out files" if size else "the same held-out files"
+    amount = f"{count(size)}{'B' if size >= 10**4 else ' bytes'} of " if size else ""
+    where = f"the same {amount}held-out files"
     text = f"Bits per byte on {where}, with gzip at -9 and xz at -9e. "
     for name, sizes in run.baselines.items():
         ratio = run.bits_per_byte / sizes["whole"]

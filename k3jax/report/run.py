@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from k3jax.metrics import read_metrics
+from k3jax.report import catalog
 from k3jax.report.fields import Field, FieldError, read_fields
 
 SCALARS = frozenset(["loss", "bits_per_byte", "accuracy", "lr", "seconds", "tokens", "tokens_per_second", "mfu"])
@@ -136,40 +137,54 @@ def read_run(folder: str | os.PathLike, name: str | None = None) -> Run:
     evals, events = kinds.pop("eval", []), kinds.pop("event", [])
     try:
         fields = read_fields(train, scalars=SCALARS), read_fields(evals, scalars=SCALARS)
-        other = {f"{kind}.{key}": f for kind, lines in kinds.items() for key, f in read_fields(lines).items()}
+        other = {
+            f"{kind}.{key}": field
+            for kind, found in kinds.items()
+            for key, field in _without_clock(read_fields(found)).items()
+            if key not in catalog.COUNTERS
+        }
     except FieldError as error:
         raise ReportError(f"{path}, {error}") from error
-    sample, newest = folder / "sample.txt", lines[-1][1]
+    sample = folder / "sample.txt"
     files = {kind: _read_object(folder / f"{kind}.json") for kind in ("config", "summary", "environment", "evaluation")}
     _check_summary(files["summary"], folder / "summary.json")
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
         train=_with_shares(fields[0]),
-        evals=fields[1],
+        evals=_without_clock(fields[1]),
         other=other,
         events=[_event(line) for _, line in events],
-        clock={name: last_value(field) for name, field in _clock(fields[0]).items()},
-        written=newest["unix"] if type(newest.get("unix")) in (int, float) else path.stat().st_mtime,
+        clock=_seconds(_newest(lines, "clock", dict)),
+        written=_newest(lines, "unix", int, float) or path.stat().st_mtime,
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
         **files,
     )
 
 
-def _clock(train: dict[str, Field]) -> dict[str, Field]:
-    """Seconds by class, classes that never took any left out."""
-    found = {name.removeprefix("clock."): field for name, field in train.items() if name.startswith("clock.")}
-    return {name: field for name, field in found.items() if field.values.ndim == 1 and np.nanmax(field.values) > 0}
+def _newest(lines: list[tuple[int, dict]], key: str, *types: type):
+    """What the newest line that has it says."""
+    return next((line[key] for _, line in reversed(lines) if type(line.get(key)) in types), None)
+
+
+def _seconds(clock: dict | None) -> dict[str, float]:
+    """Classes that took any time."""
+    return {name: float(n) for name, n in (clock or {}).items() if type(n) in (int, float) and n > 0}
 
 
 def _with_shares(train: dict[str, Field]) -> dict[str, Field]:
-    """The fields with `clock_share.*` in place of `clock.*`."""
-    clock = _clock(train)
-    rest = {name: field for name, field in train.items() if not name.startswith("clock.")}
+    """The fields with `clock_share.*` in place of `clock.*`; classes that never took any time are left out."""
+    clock = {name.removeprefix("clock."): field for name, field in train.items() if name.startswith("clock.")}
+    clock = {name: field for name, field in clock.items() if field.values.ndim == 1 and (field.values > 0).any()}
     if not clock or len({len(field.steps) for field in clock.values()}) > 1:
-        return rest
+        return _without_clock(train)
     total = np.maximum(np.nansum([field.values for field in clock.values()], axis=0), 1e-9)
-    return rest | {f"clock_share.{name}": Field(field.steps, field.values / total) for name, field in clock.items()}
+    shares = {f"clock_share.{name}": Field(field.steps, field.values / total) for name, field in clock.items()}
+    return _without_clock(train) | shares
+
+
+def _without_clock(fields: dict[str, Field]) -> dict[str, Field]:
+    return {name: field for name, field in fields.items() if not name.startswith("clock.")}
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[int, dict]]:

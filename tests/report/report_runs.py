@@ -91,11 +91,14 @@ def with_events(lines: list[dict], steps: int) -> list[dict]:
             held_out = {
                 "bits_per_byte": bits,
                 "bytes": 4096,
+                "unix": line["unix"],
+                "clock": line["clock"],
                 "bits_per_byte_by_source": {"code": bits - 0.2, "text": bits + 0.3},
             }
             found.append({"step": step, "kind": "eval", **held_out})
     if lines[-1]["step"] == steps:
-        found.append({"step": steps, "kind": "event", "event": "stopped", "reason": "done"})
+        clock = lines[-1]["clock"] | {"evaluation": 9.0}
+        found.append({"step": steps, "kind": "event", "event": "stopped", "reason": "done", "clock": clock})
     return found
 
 

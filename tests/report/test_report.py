@@ -63,7 +63,7 @@ def cards_of(*folders):
 
 
 def test_a_whole_run(tmp_path):
-    page = write_report(make_run(tmp_path / "nano", steps=400))
+    page = write_report(make_run(tmp_path / "nano", steps=400), charts=True)
     text = page.read_text()
     structure = Structure(text)
     assert structure.scripts == 1
@@ -95,7 +95,7 @@ def test_a_whole_run(tmp_path):
 def test_a_comparison(tmp_path):
     first = make_run(tmp_path / "x" / "run", steps=40)
     second = make_run(tmp_path / "y" / "run", steps=60, settings=("model.residual=PlainResidual()", "seed=7"), seed=1)
-    page = write_report(first, second, charts=False)
+    page = write_report(first, second)
     assert page == tmp_path / "x" / "comparison-run-run" / "report.html"
     text = page.read_text()
     structure = Structure(text)
@@ -119,14 +119,11 @@ def test_runs_of_other_versions_are_compared_value_by_value(tmp_path):
     folders = [bare(tmp_path / name, {}) for name in ("a", "b", "c")]
     for folder, width in zip(folders, (1, 2, 2)):
         (folder / "config.json").write_text(json.dumps({"model": {"width": width, "old_name": 3}, "sizes": [1, 2]}))
-    text = write_report(*folders, out=tmp_path / "out", charts=False).read_text()
+    text = write_report(*folders, out=tmp_path / "out").read_text()
     assert "<th>model.width</th><td class=code>1</td><td class=code>2</td><td class=code>2</td>" in text
     assert "old_name" not in text
     (folders[1] / "config.json").unlink()
-    assert (
-        "<td class=code>1</td><td class=code>–</td><td class=code>2</td>"
-        in write_report(*folders, charts=False).read_text()
-    )
+    assert "<td class=code>1</td><td class=code>–</td><td class=code>2</td>" in write_report(*folders).read_text()
 
 
 def test_metrics_alone_are_enough(tmp_path):
@@ -140,7 +137,7 @@ def test_a_cut_last_line_and_a_hostile_name(tmp_path):
     (folder / "config.json").write_text(json.dumps({"<b>": "</td><script>alert(1)</script>"}))
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(b'{"step":2,"kind":"tra')
-    text = write_report(folder, charts=False).read_text()
+    text = write_report(folder).read_text()
     assert Structure(text).scripts == 1
     assert "&lt;i&gt;&amp;" in text and "&lt;script&gt;" in text and "Against gzip" not in text
 
@@ -154,7 +151,7 @@ def test_numbers_that_are_not_finite(tmp_path):
             lists = {"max_over_mean": [nan] * 5, "dead_share": [nan, 0.1, 0.2, 0.3, 0.4]}
             writer.write({"step": step, "kind": "train", "loss": nan, "grad_norm": nan, "balance": lists})
         writer.write({"step": 3, "kind": "eval", "bits_per_byte": nan, "bytes": 1})
-    titles = Structure(write_report(folder, charts=False).read_text()).titles
+    titles = Structure(write_report(folder).read_text()).titles
     assert "Experts without a token" in titles and "Gradient norm" not in titles
 
 

@@ -44,9 +44,9 @@ def pages(tmp_path_factory):
     live = make_run(runs / "live", steps=400, upto=90, settings=("seed=1",), seed=1)
     compared = make_run(runs / "a run with a rather long name for a phone", steps=80, settings=("model.dim=192",))
     return {
-        "long": write_report(long, charts=False),
-        "live": write_report(live, charts=False),
-        "comparison": write_report(compared, live, x="tokens", charts=False),
+        "long": write_report(long),
+        "live": write_report(live),
+        "comparison": write_report(compared, live, x="tokens"),
     }
 
 
