@@ -1,10 +1,12 @@
 """Where the arrays of a run lie on its mesh: the state by its parameters' logical axes, batches by rows."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
 from k3jax import sharding
@@ -47,12 +49,25 @@ def make_mesh(sizes: Mapping[str, int], devices: list[Any] | None = None) -> Mes
     return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES)
 
 
-def mesh_of_flag(text: str) -> Mesh | None:
-    """The mesh of a command: by default all devices share the rows, and there is none for a single device."""
+def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
+    """The mesh of a command, None for a single device.
+
+    By default the devices share the rows: all of them or, in a single process, as many as the rows divide over.
+    """
     devices = jax.devices()
+    if not text and jax.process_count() == 1:
+        rows = math.gcd(*(stage.batch // stage.micro_batches for stage in _stages(config)))
+        count = next(count for count in range(len(devices), 0, -1) if rows % count == 0)
+        if count < len(devices):
+            logging.warning("using %d of %d devices: over more, %d rows do not divide", count, len(devices), rows)
+        devices = devices[:count]
     if len(devices) == 1 and not text:
         return None
     return make_mesh(parse_mesh(text or f"data={len(devices)}"), devices)
+
+
+def _stages(config: TrainConfig) -> list[TrainConfig]:
+    return [config.at(number) for number in range(len(config.stages) + 1)]
 
 
 def mesh_text(mesh: Mesh) -> str:
@@ -63,8 +78,7 @@ def mesh_text(mesh: Mesh) -> str:
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError when the rows of some stage do not divide over the mesh."""
     ways = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
-    for number in range(len(config.stages) + 1):
-        stage = config.at(number)
+    for number, stage in enumerate(_stages(config)):
         rows = stage.batch // stage.micro_batches
         if rows % ways:
             fitting = max(rows - rows % ways, ways)

@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
         options = Options(
-            mesh=placement.mesh_of_flag(args.mesh),
+            mesh=placement.mesh_of_flag(args.mesh, config),
             allow=tuple(args.allow_change),
             trackers=trackers.parse(args.log),
             profile=trace.parse(args.profile, config.steps),

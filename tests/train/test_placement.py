@@ -31,6 +31,12 @@ def test_a_mesh_is_all_devices():
     assert placement.make_mesh(placement.parse_mesh("data=2,fsdp=4")).shape["fsdp"] == 4
 
 
+@pytest.mark.parametrize(("batch", "micro_batches", "used"), [(16, 1, 8), (4, 1, 4), (12, 2, 2), (5, 1, None)])
+def test_by_default_as_many_devices_share_the_rows_as_divide_them(micro, batch, micro_batches, used):
+    mesh = placement.mesh_of_flag("", c.replace(micro, batch=batch, micro_batches=micro_batches))
+    assert (mesh and mesh.shape["data"]) == used
+
+
 @pytest.mark.parametrize(("batch", "micro_batches", "message"), [(12, 1, "8 or 16 would"), (16, 4, "8 or 16 would")])
 def test_rows_that_do_not_divide_are_refused(micro, batch, micro_batches, message):
     mesh = placement.make_mesh({"data": 4, "fsdp": 2})
