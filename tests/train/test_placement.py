@@ -31,7 +31,7 @@ def test_a_mesh_is_all_devices():
     assert placement.make_mesh(placement.parse_mesh("data=2,fsdp=4")).shape["fsdp"] == 4
 
 
-@pytest.mark.parametrize(("batch", "micro_batches", "used"), [(16, 1, 8), (4, 1, 4), (12, 2, 2), (5, 1, None)])
+@pytest.mark.parametrize(("batch", "micro_batches", "used"), [(16, 1, 8), (12, 1, 6), (12, 3, 4), (1, 1, None)])
 def test_by_default_as_many_devices_share_the_rows_as_divide_them(micro, batch, micro_batches, used):
     mesh = placement.mesh_of_flag("", c.replace(micro, batch=batch, micro_batches=micro_batches))
     assert (mesh and mesh.shape["data"]) == used
