@@ -108,6 +108,24 @@ def test_layers_come_in_the_order_in_which_they_run():
     np.testing.assert_allclose(found["bias_drift"], np.sqrt(((0.5 * starts) ** 2).mean(axis=1)), rtol=1e-6)
 
 
+def test_experts_without_a_token_are_dead_and_padding_revives_none():
+    """Five tokens go to the first two of four experts, one of padding to the others."""
+    scores = jnp.array(RNG.random((6, 4)), jnp.float32)
+    selected = jnp.array([[0, 1]] * 5 + [[2, 3]])
+    top = jnp.tile(jnp.array([0.9, 0.8, 0.5]), (6, 1))
+
+    def dead_share(valid):
+        seen = balancing.observe(c.SignRule(), scores, jnp.zeros(4), selected, top, jnp.array(valid))
+        report = stack(LayerReport(seen, None, None), repeats=1)
+        router = {"segments": {0: {0: {"ffn": {"bias": jnp.zeros((1, 1, 4))}}}}}
+        found = observe.layer_metrics([[report]], router_before=router, router_after=router)
+        np.testing.assert_allclose(found["margin"], 0.3, rtol=1e-6)
+        return float(found["dead_share"][0])
+
+    assert dead_share([True] * 5 + [False]) == 0.5
+    assert dead_share([True] * 6) == 0
+
+
 def test_micro_batches_merge_to_their_batch():
     """Of two halves of a batch, one with an all-padding row, the numbers of the whole."""
     rows = 4
