@@ -26,8 +26,8 @@ from k3jax.checkpoint import Checkpoints
 from k3jax.metrics import read_metrics
 
 SETTINGS = (
-    "model.layers=3",
-    "model.full_attention=[3]",
+    "model.layers=2",
+    "model.full_attention=[2]",
     "seq_len=24",
     "batch=2",
     "checkpoint_every=3",

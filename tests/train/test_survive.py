@@ -77,7 +77,8 @@ def assert_same_state(one: pathlib.Path, other: pathlib.Path) -> None:
 
 def test_a_signal_saves_and_the_same_command_goes_on(micro, tmp_path):
     run = tmp_path / "run"
-    config = c.replace(micro, steps=100_000, eval_every=100_000, checkpoint_every=100_000)
+    model = c.replace(micro.model, layers=1, full_attention=(), dense_layers=0)
+    config = c.replace(micro, model=model, steps=100_000, eval_every=100_000, checkpoint_every=100_000)
     for number, code in ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED)):
         process = start(config, run)
         reached = max(kill_run.training_steps(run), default=0)
