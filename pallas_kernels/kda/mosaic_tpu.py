@@ -107,9 +107,13 @@ def check_supported(tokens, *, chunk_size):
 
 
 def head_groups(H):
-    """(heads per program, heads after padding): up to 16 in one program, else groups of 16 or 8."""
+    """(heads per program, heads after padding): a power of two up to 16 in one program, else groups of 16 or 8.
+
+    Mosaic does not fold tokens and heads into rows when the heads of a program are no power of two.
+    """
     if H <= 16:
-        return H + H % 2, H + H % 2
+        padded = max(2, 1 << (H - 1).bit_length())
+        return padded, padded
     padded = -(-H // 8) * 8
     return (16 if padded % 16 == 0 else 8), padded
 
