@@ -11,7 +11,7 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check --fix .

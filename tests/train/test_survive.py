@@ -114,6 +114,7 @@ def halfway(micro, tmp_path_factory):
     return run
 
 
+@pytest.mark.xdist_group("halfway")
 def test_a_full_disk_leaves_the_last_good_checkpoint(micro, halfway, tmp_path, monkeypatch):
     """A limit on the size of a file stands for the disk: the system refuses to write in the same place."""
     run = tmp_path / "full"
@@ -139,6 +140,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(micro, halfway, tmp_path, m
     assert int(state_of(run).step) == 6
 
 
+@pytest.mark.xdist_group("halfway")
 def test_a_read_only_folder_is_said_and_changes_nothing(micro, halfway, tmp_path):
     run = tmp_path / "frozen"
     shutil.copytree(halfway, run)
@@ -156,6 +158,7 @@ def test_a_read_only_folder_is_said_and_changes_nothing(micro, halfway, tmp_path
     assert int(state_of(run).step) == 3
 
 
+@pytest.mark.xdist_group("halfway")
 def test_data_that_vanishes_leaves_the_last_good_checkpoint(micro, halfway, tmp_path, monkeypatch):
     def vanish(self, step):
         if step >= 4:
@@ -173,6 +176,7 @@ def test_data_that_vanishes_leaves_the_last_good_checkpoint(micro, halfway, tmp_
     train.train(micro, run)
 
 
+@pytest.mark.xdist_group("halfway")
 def test_checkpoints_stay_by_policy(micro, halfway, tmp_path):
     """The last, every multiple of four, and the best by held-out bits, which is that of step two here."""
     run = tmp_path / "kept"
@@ -188,6 +192,7 @@ def test_checkpoints_stay_by_policy(micro, halfway, tmp_path):
         assert checkpoints.steps() == sorted({4, 6, best})
 
 
+@pytest.mark.xdist_group("halfway")
 def test_a_replayed_step_has_the_same_bits(halfway):
     found = resume_check.replay(halfway)
     assert found.step == 4
@@ -195,6 +200,7 @@ def test_a_replayed_step_has_the_same_bits(halfway):
     assert {"loss", "grad_norm", "update_rms.experts"} <= found.logged.keys()
 
 
+@pytest.mark.xdist_group("halfway")
 def test_a_replay_finds_what_a_checkpoint_lost(halfway, tmp_path, monkeypatch):
     """Momentum set to zero: the loss is the same, the updates are not."""
 
@@ -254,6 +260,7 @@ def on_eight(micro, tmp_path_factory):
     return run
 
 
+@pytest.mark.xdist_group("eight")
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_a_run_goes_on_with_fewer_devices(on_eight, devices):
     expected = restore_elsewhere.look(on_eight, placement.make_mesh({"fsdp": 4, "data": 2}))
@@ -263,6 +270,7 @@ def test_a_run_goes_on_with_fewer_devices(on_eight, devices):
     assert found["nats"] == pytest.approx(expected["nats"], rel=1e-6)
 
 
+@pytest.mark.xdist_group("eight")
 def test_a_run_goes_on_in_two_processes(on_eight):
     expected = restore_elsewhere.look(on_eight, None)
     with socket.socket() as free:

@@ -34,6 +34,7 @@ def state_of(run):
         return checkpoints.load()
 
 
+@pytest.mark.xdist_group("finished")
 def test_a_run_leaves_what_it_promises(micro, finished):
     for name in (
         "config.json",
@@ -53,6 +54,7 @@ def test_a_run_leaves_what_it_promises(micro, finished):
     assert json.loads((finished / "summary.json").read_text())["baselines"].keys() == {"gzip", "xz"}
 
 
+@pytest.mark.xdist_group("finished")
 def test_resuming_equals_never_having_stopped(micro, finished, tmp_path):
     """Bit for bit: the last checkpoint and everything after the one before are taken away, and the run goes on."""
     run = tmp_path / "resumed"
@@ -68,16 +70,19 @@ def test_resuming_equals_never_having_stopped(micro, finished, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.xdist_group("finished")
 def test_another_configuration_is_refused_field_by_field(micro, finished):
     with pytest.raises(CheckpointError, match=r"seq_len was 40 and is now 48\n.*--allow_change=seq_len"):
         train.train(c.replace(micro, seq_len=48), finished)
 
 
+@pytest.mark.xdist_group("finished")
 def test_fewer_steps_than_made_are_refused(micro, finished):
     with pytest.raises(CheckpointError, match=r"steps was 6 and is now 4"):
         train.train(c.replace(micro, steps=4), finished)
 
 
+@pytest.mark.xdist_group("finished")
 def test_another_corpus_is_refused(micro, text, finished, tmp_path):
     """Unless it is allowed: the new text then goes on at the same step."""
     run, moved = tmp_path / "moved", tmp_path / "text"
@@ -103,6 +108,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
         checkpoints.load()
 
 
+@pytest.mark.xdist_group("finished")
 def test_an_unknown_step_is_named(finished):
     with Checkpoints(finished) as checkpoints, pytest.raises(CheckpointError, match=r"no step 5; it has \[3, 6\]"):
         checkpoints.load(5)
@@ -123,6 +129,7 @@ def flip(path):
     path.write_bytes(content)
 
 
+@pytest.mark.xdist_group("finished")
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [(cut, r"has [\d,]+ bytes instead of"), (flip, "the checksum of .* is wrong"), (pathlib.Path.unlink, "is missing")],
@@ -145,6 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(micro, finishe
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.xdist_group("finished")
 def test_no_good_checkpoint_at_all_lists_what_is_wrong_with_each(micro, finished, tmp_path):
     run = tmp_path / "spoilt"
     shutil.copytree(finished, run)
@@ -193,6 +201,7 @@ def test_skipped_steps_are_logged_and_one_too_many_stops_the_run(micro, tmp_path
     assert [line["reason"] for line in lines if line.get("event") == "stopped"] == ["non_finite"]
 
 
+@pytest.mark.xdist_group("finished")
 def test_a_finished_run_is_left_as_it_is(micro, finished):
     before = (finished / "metrics.jsonl").read_bytes()
     assert train.train(micro, finished) == json.loads((finished / "summary.json").read_text())
