@@ -123,12 +123,14 @@ class Clock:
             return
         clock = last["clock"]
         again = clock["useful"] - useful + clock["skipped"] - skipped
-        gap = max(0.0, self._began - last["unix"])
+        # The operating system knows the start of a process to a second: it may seem to lie before the last line.
+        gap = self._began - last["unix"]
+        self._totals["other"] = max(0.0, self._totals["other"] + min(0.0, gap))
         for name in CLASSES:
             self._totals[name] += clock.get(name, 0.0)
         self._totals["useful"] -= clock["useful"] - useful
         self._totals["skipped"] -= clock["skipped"] - skipped
-        self._totals["lost"] += again + gap
+        self._totals["lost"] += again + max(0.0, gap)
 
     def _switch(self, name: str) -> str:
         """Charges the time since the last switch to the class of then. Returns that class."""
