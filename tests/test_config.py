@@ -140,7 +140,7 @@ def test_settings_apply_in_order_and_are_checked_at_the_end():
         ("model.remat=Save(names=())", r"^model\.remat: Save\.names = \(\), but it must be one or more of"),
         ("model.remat=Save(storage='disk')", r"^model\.remat\.storage = 'disk'.*'fp8_host'"),
         ("model.remat=Save(names=('layer_input',))", r"^model\.remat: Save\.names has 'layer_input' with storage"),
-        ("model.remat=Save(names=('states',), storage='fp8')", r"^model\.remat: Save\.names has 'states' with storage"),
+        ("model.remat=Save(names=('states',), storage='fp8')", r"^model\.remat: Save\.names has \['states'\] with"),
         ("model.mla.q_rank=none", r"^model\.mla\.q_rank = 'none', but it must be an integer or None"),
         ("model.full_attention=4", r"^model\.full_attention = 4, but it must be a list, each item an integer"),
         ("model.full_attention=(4, 8.0)", r"^model\.full_attention\[1\] = 8\.0, but it must be an integer"),

@@ -102,7 +102,8 @@ def remembered(policy: c.RematPolicy, layer_fn):
         def keep(x):
             if x is sources:
                 return None
-            return x if id(x) in given else _store(policy, x)
+            constant = not isinstance(x, jax.core.Tracer)
+            return x if constant or id(x) in given else _store(policy, x)
 
         return (out, final), jax.tree.map(keep, pull)
 

@@ -1,0 +1,165 @@
+"""What rematerialization policies keep and cost: bytes from shapes, and the step's time and temporaries, measured here,
+or the temporaries that a TPU compiler plans.
+
+python -m k3jax.memory --config nano
+python -m k3jax.memory --config attnres_194m --set batch=1 --topology v5p:2x2x1
+"""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from k3jax import config_io, presets, runtime, step
+from k3jax.config import ConfigError, ModelConfig
+from k3jax.data import Batch
+from k3jax.model import weights
+from k3jax.model.weights import Weights
+from k3jax.run_config import TrainConfig
+
+POLICIES = (
+    "none",
+    "dots",
+    "Save(names=('projected', 'states', 'attended', 'mixer_out', 'routing', 'dispatch'))",
+    "Save",
+    "Save(storage='host')",
+    "Save(storage='fp8')",
+    "Save(storage='fp8_host')",
+    "Save(names=('layer_input',), storage='host')",
+    "full",
+)
+
+HEADER = """| policy | kept per token, bytes | on the host | temporaries, MB | on the host | step, s | ratio |
+| --- | --- | --- | --- | --- | --- | --- |"""
+
+
+class Cost(NamedTuple):
+    """What a policy costs. device, host: bytes that the backbone keeps of one token from its forward to its backward
+    pass, weights not counted. temporaries: bytes of the compiled program, on the device. host_temporaries: likewise.
+    seconds, ratio: of a step that was run, and to the last policy's."""
+
+    device: float
+    host: float
+    temporaries: int
+    host_temporaries: int
+    seconds: float | None = None
+    ratio: float | None = None
+
+
+def residuals(model: ModelConfig, batch: int, seq_len: int) -> list[jax.core.ShapedArray]:
+    """Shapes, dtypes and memory spaces of everything that the backbone keeps for its backward pass."""
+    found = []
+
+    def forward(params, router, tokens):
+        def hidden(params):
+            return weights.bind(model, Weights(params, router))(model, tokens, observe=True)
+
+        _, pull, _ = jax.vjp(hidden, params, has_aux=True)
+        found.extend(map(jax.typeof, jax.tree.leaves(pull)))
+
+    tokens = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
+    jax.eval_shape(forward, *weights.structure(model).shapes, tokens)
+    return found
+
+
+def kept(model: ModelConfig, seq_len: int) -> tuple[float, float]:
+    """Bytes that one more token keeps on the device and on the host, from shapes alone: weights do not count."""
+
+    def total(batch: int) -> np.ndarray:
+        arrays = residuals(model, batch, seq_len)
+        spaces = jax.memory.Space.Device, jax.memory.Space.Host
+        return np.array([sum(x.size * x.dtype.itemsize for x in arrays if x.memory_space == s) for s in spaces])
+
+    device, host = (total(2) - total(1)) / seq_len
+    return float(device), float(host)
+
+
+def measure(configs: list[TrainConfig], rounds: int) -> Iterator[Cost]:
+    """Median seconds of a train step on random tokens. Steps of the configurations take turns, so that other work on
+    the machine slows all of them."""
+    first = configs[0]
+    rows = np.random.default_rng(0).integers(0, first.model.vocab, (first.batch, first.seq_len + 1), dtype=np.int32)
+    zeros, ones = np.zeros_like(rows[:, 1:]), np.ones(rows[:, 1:].shape, np.float32)
+    batch = Batch(rows[:, :-1], rows[:, 1:], zeros, ones)
+    compiled = [step.lower_train_step(config).compile(runtime.compiler_options()) for config in configs]
+    seconds = np.zeros((rounds, len(configs)))
+    for times in seconds:
+        for index, run in enumerate(compiled):
+            state = jax.block_until_ready(step.init_state(first))
+            start = time.perf_counter()
+            jax.block_until_ready(run(state, batch))
+            times[index] = time.perf_counter() - start
+    medians = np.median(seconds, axis=0)
+    for config, run, median in zip(configs, compiled, medians):
+        yield _cost(config, run, float(median), float(median / medians[-1]))
+
+
+def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
+    """Loss and gradient, compiled for one chip of a TPU topology that need not be here. The optimizer, which costs the
+    same under every policy, is left out.
+
+    Raises:
+      ConfigError: there is no TPU compiler here, or it does not know the topology.
+    """
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--topology={topology}: {reason} (is libtpu installed?)") from error
+    mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
+    for config in configs:
+        args = (*step.abstract_state(config).weights, step.abstract_batch(config))
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), args
+        )
+        loss = partial(step.loss_fn, config=config, count=jnp.float32(1))
+        gradient = jax.grad(lambda params, router, batch, loss=loss: loss(params, router, batch=batch)[0])
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(gradient).lower(*args).compile()
+        yield _cost(config, compiled)
+
+
+def _cost(config: TrainConfig, compiled: jax.stages.Compiled, *times: float) -> Cost:
+    stats = compiled.memory_analysis()
+    temporaries = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
+    return Cost(*kept(config.model, config.seq_len), *temporaries, *times)
+
+
+def row(policy: str, cost: Cost) -> str:
+    """A row of :data:`HEADER`'s table."""
+    cells = [f"`{policy}`", f"{cost.device:,.0f}", f"{cost.host:,.0f}"]
+    cells += [f"{cost.temporaries / 1e6:,.1f}", f"{cost.host_temporaries / 1e6:,.1f}"]
+    cells += ["not run"] * 2 if cost.seconds is None else [f"{cost.seconds:.3f}", f"{cost.ratio:.3f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(argv: list[str]) -> None:
+    runtime.refuse_stray(argv)
+    given = flags.FLAGS
+    policies = given.policy or list(POLICIES)
+    try:
+        config = config_io.override(presets.load(given.config), given["set"].value)
+        configs = [config_io.override(config, [f"model.remat={policy}"]) for policy in policies]
+        costs = planned(configs, given.topology) if given.topology else measure(configs, given.rounds)
+        print(HEADER)
+        for policy, cost in zip(policies, costs):
+            print(row(policy, cost), flush=True)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    runtime.start()
+    flags.DEFINE_string("config", "nano", "a preset or a JSON file")
+    flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
+    flags.DEFINE_multi_string("policy", [], "a value of model.remat; repeat for several, the last one is the reference")
+    flags.DEFINE_integer("rounds", 20, "steps of each policy", lower_bound=1)
+    flags.DEFINE_string("topology", "", "compile for one chip of this TPU topology, such as v5p:2x2x1; run nothing")
+    app.run(main)
