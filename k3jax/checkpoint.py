@@ -64,7 +64,6 @@ class Checkpoints:
         self._saving: int | None = None
         options = ocp.CheckpointManagerOptions(
             create=create,
-            read_only=not create,
             cleanup_tmp_directories=create,
             preservation_policy=None if keep is None else _policy(keep),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums) if create else None,
