@@ -46,8 +46,8 @@ def layer_metrics(reports: Reports, *, router_before: Tree, router_after: Tree) 
     MLA layers:
       max_logit: [layers, H], the largest attention logit.
     KDA layers:
-      log_decay_mean, log_decay_min, log_decay_max: [layers], over tokens, heads and key channels; the share of the
-        state that a token keeps is its exponential.
+      log_decay_mean, log_decay_min, log_decay_max: [layers], over every eighth token, heads and key channels; the
+        share of the state that a token keeps is its exponential.
       state_norm: [layers], RMS over rows and heads of the Frobenius norm of the state after a row's last token.
     All layers, with attention residuals:
       depth_weights: [layers, 2, S + 1], mean weight of every depth source at the mixer's and the feed-forward part's

@@ -17,6 +17,8 @@ from k3jax.roles import Role
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.inputs import log_decay
 
+GAUGE_EVERY = 8  # tokens
+
 
 class KDACache(NamedTuple):
     """What a KDA layer remembers of a sequence: constant in its length.
@@ -33,7 +35,7 @@ class Gauges(NamedTuple):
     """What a KDA layer shows of a batch, [] float32 each, without a gradient: sums and extremes, so that the gauges of
     several batches combine to those of all. Padding is left out.
 
-    log_decay: sum over tokens, heads and channels of the log-decay. channels: how many that are. low, high: its
+    log_decay: sum over sampled tokens, heads and channels of the log-decay. channels: how many that are. low, high: its
     extremes. square: sum over rows and heads of the squared Frobenius norm of the state after the row's last token.
     states: how many that are, rows that are all padding left out.
     """
@@ -46,19 +48,22 @@ class Gauges(NamedTuple):
     states: Array
 
 
-def gauges(log_decay_BTHK: Array, state_BHKV: Array, segment_ids: Array | None) -> Gauges:
-    """The gauges of one batch."""
-    B, T, H, K = log_decay_BTHK.shape
-    g, state = jax.lax.stop_gradient((log_decay_BTHK.astype(jnp.float32), state_BHKV.astype(jnp.float32)))
-    valid_BT = jnp.ones((B, T), bool) if segment_ids is None else segment_ids >= 0
-    inside = valid_BT[..., None, None]
+def gauges(log_decay_BSHK: Array, valid_BS: Array, state_BHKV: Array, filled_B: Array) -> Gauges:
+    """The gauges of one batch, from the log-decay of S sampled tokens of each row and the final states.
+
+    Args:
+      valid_BS: bool, False for padding. filled_B: bool, False for rows that are all padding.
+    """
+    H, K = log_decay_BSHK.shape[2:]
+    g, state = jax.lax.stop_gradient((log_decay_BSHK.astype(jnp.float32), state_BHKV.astype(jnp.float32)))
+    inside = valid_BS[..., None, None]
     return Gauges(
         log_decay=jnp.where(inside, g, 0).sum(),
-        channels=valid_BT.sum(dtype=jnp.float32) * (H * K),
+        channels=valid_BS.sum(dtype=jnp.float32) * (H * K),
         low=jnp.where(inside, g, jnp.inf).min(),
         high=jnp.where(inside, g, -jnp.inf).max(),
         square=jnp.square(state).sum(),
-        states=valid_BT.any(axis=1).sum(dtype=jnp.float32) * H,
+        states=filled_B.sum(dtype=jnp.float32) * H,
     )
 
 
@@ -138,11 +143,15 @@ class KDALayer(nnx.Module):
         return self._attend(model, x_BTD, segment_ids, cache=None)[0]
 
     def observed(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Gauges]:
-        """The same with the layer's gauges."""
+        """The same with the layer's gauges, in which every eighth token speaks for all: decays cost an exponential
+        per token and channel."""
         y, state, _, raw_gate = self._attend(model, x_BTD, segment_ids, cache=None)
         with jax.named_scope("kda_gauges"):
-            g = log_decay(raw_gate.astype(jnp.float32), self.A_log[...], self.dt_bias[...], _lower_bound(model))
-            return y, gauges(g, state, segment_ids)
+            sample = slice((x_BTD.shape[1] - 1) % GAUGE_EVERY, None, GAUGE_EVERY)
+            gate = jax.lax.stop_gradient(raw_gate[:, sample]).astype(jnp.float32)
+            g = log_decay(gate, self.A_log[...], self.dt_bias[...], _lower_bound(model))
+            valid = jnp.ones(x_BTD.shape[:2], bool) if segment_ids is None else segment_ids >= 0
+            return y, gauges(g, valid[:, sample], state, valid.any(axis=1))
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: KDACache, lengths_B: Array) -> tuple[Array, KDACache]:
         """The same for tokens that continue ``cache``; row b has ``lengths_B[b]`` real tokens, the rest is padding."""

@@ -27,17 +27,16 @@ def test_gauges_equal_numpy_and_ignore_what_padding_holds(scale):
     state = RNG.standard_normal((3, 2, 4, 6)).astype(np.float32)
     state[1] = 0  # a row of padding leaves its state at zero
     dirty = np.where(VALID[..., None, None], g, np.nan)
-    seen = gauges(jnp.array(dirty), jnp.array(state), jnp.array(SEGMENTS))
+    seen = gauges(jnp.array(dirty), VALID, jnp.array(state), VALID.any(axis=1))
     inside = g[VALID].astype(np.float64)
     np.testing.assert_allclose(seen.log_decay / seen.channels, inside.mean(), rtol=1e-6)
     assert (seen.low, seen.high) == (inside.min().astype(np.float32), inside.max().astype(np.float32))
     norms = np.linalg.norm(state[[0, 2]].reshape(2, 2, -1), axis=-1)
     np.testing.assert_allclose(np.sqrt(seen.square / seen.states), np.sqrt((norms**2).mean()), rtol=1e-6)
-    whole = gauges(jnp.array(g), jnp.array(state), None)
+    whole = gauges(jnp.array(g), np.ones_like(VALID), jnp.array(state), np.ones(3, bool))
     assert whole.channels == g.size and whole.log_decay != seen.log_decay, "padding would change the numbers"
-    grads = jax.grad(lambda g, s: sum(gauges(g, s, jnp.array(SEGMENTS))), argnums=(0, 1))(
-        jnp.array(g), jnp.array(state)
-    )
+    filled = VALID.any(axis=1)
+    grads = jax.grad(lambda g, s: sum(gauges(g, VALID, s, filled)), argnums=(0, 1))(jnp.array(g), jnp.array(state))
     assert not any(np.any(leaf) for leaf in grads)
 
 
@@ -132,12 +131,12 @@ def test_micro_batches_merge_to_their_batch():
     g = -RNG.random((rows, 5, 2, 4), np.float32)
     state = RNG.standard_normal((rows, 2, 4, 6)).astype(np.float32)
     state[1] = 0
-    segments = np.concatenate([SEGMENTS, SEGMENTS[:1]])
+    valid = np.concatenate([VALID, VALID[:1]])
     weights = RNG.random((rows, 2, 3)).astype(np.float32)
 
     def report(part):
         load = jnp.array([part.start, 3, 0], jnp.int32)
-        seen = gauges(jnp.array(g[part]), jnp.array(state[part]), jnp.array(segments[part]))
+        seen = gauges(jnp.array(g[part]), valid[part], jnp.array(state[part]), valid[part].any(axis=1))
         depth = jnp.array(weights[part].sum(axis=0))
         return LayerReport(
             observation(load, float(part.stop), 5), jnp.array([part.start, 7.0 - part.start]), None, seen, depth
@@ -145,7 +144,7 @@ def test_micro_batches_merge_to_their_batch():
 
     halves = jax.tree.map(lambda *x: jnp.stack(x), report(slice(0, 2)), report(slice(2, 4)))
     merged = observe.merge(halves)
-    whole = gauges(jnp.array(g), jnp.array(state), jnp.array(segments))
+    whole = gauges(jnp.array(g), valid, jnp.array(state), valid.any(axis=1))
     for name, got, want in zip(Gauges._fields, merged.gauges, whole):
         np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
     np.testing.assert_allclose(merged.depth, weights.sum(axis=0), rtol=1e-6)
