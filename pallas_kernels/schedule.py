@@ -7,12 +7,14 @@ in it. The number is the same on every run. A loop whose trip count is not a con
     python -m pallas_kernels.schedule MODULE:FUNCTION --topology v5p:2x2x1
 
 FUNCTION takes no argument and returns [(label, function, arguments)]; arguments may be jax.ShapeDtypeStruct. Prints one
-JSON object per label: total cycles, cycles by op, and the bytes of temporary memory. Needs jax and libtpu.
+JSON object per label: total cycles, cycles by op, the bytes of temporary memory, and those that ops move through HBM,
+operands counted whole. Needs jax and libtpu.
 """
 
 import argparse
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,11 +26,17 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:\s*((?:>\s*)*)\{(\})?")
 _TRIPS = re.compile(r"totalorder [^,]+, (-?\d+)\s*/\* loop exit test")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-<>]+) = (.*?[\s)}])([a-z][\w\-]*)\((.*?)\)(?:,|$)")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_MOVE_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done", "after-all", "iota"}
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
 
-def measure(target: str, topology: str) -> list[dict]:
+def measure(target: str, topology: str, *, search: Path | str = "") -> list[dict]:
     """Compiles what MODULE:FUNCTION lists for the topology, in a process of its own, and counts.
+
+    search: folder of MODULE if it is not importable.
 
     Raises:
       RuntimeError: the compilation failed; the message is the end of its output.
@@ -43,6 +51,7 @@ def measure(target: str, topology: str) -> list[dict]:
             TPU_WORKER_HOSTNAMES="localhost",
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",
             LIBTPU_INIT_ARGS=flags,
+            PYTHONPATH=os.pathsep.join(filter(None, (str(search), os.environ.get("PYTHONPATH")))),
         )
         command = [sys.executable, "-m", "pallas_kernels.schedule", target, "--topology", topology, "--dump", dump]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -71,7 +80,10 @@ def compile_and_count(target: str, topology: str, dump: str):
         ops = {m[1]: cycles(Path(dump, m[0]).read_text(errors="replace")) for m in new if m and _is_op(m[1])}
         memory = compiled.memory_analysis().temp_size_in_bytes
         total = sum(ops.values())
-        yield dict(label=label, topology=topology, cycles=total, ops=ops, temporary_bytes=memory)
+        moved = hbm_bytes(compiled.as_text())
+        yield dict(
+            label=label, topology=topology, cycles=total, ops=ops, temporary_bytes=memory, hbm_bytes=sum(moved.values())
+        )
 
 
 def _is_op(name):
@@ -114,6 +126,21 @@ def cycles(text: str) -> int:
             open_loops[-1][1] = max(int(exit_test[1]), 1)
     close(0)
     return total
+
+
+def hbm_bytes(program: str) -> dict[str, int]:
+    """Bytes of results and operands of each instruction of the entry computation that are not kept in VMEM."""
+    sizes, moved = {}, {}
+    for line in program[program.index("\nENTRY ") :].splitlines()[2:]:
+        found = _INSTRUCTION.match(line)
+        if not found:
+            continue
+        name, result, operation, operands = found.groups()
+        arrays = [x for x in _ARRAY.findall(result) if x[0] in _BYTES and "S(1)" not in x[2]]
+        sizes[name] = sum(_BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape, _ in arrays)
+        if operation not in _MOVE_NOTHING:
+            moved[name] = sizes[name] + sum(sizes.get(x, 0) for x in re.findall(r"%([\w.\-<>]+)", operands))
+    return moved
 
 
 def main():

@@ -4,6 +4,10 @@ Every implementation runs in a process of its own, so that its peak memory is it
 repository; ``pip install tokamax`` into this environment, or name the interpreter of another one:
 
   python -m pallas_kernels.kda.bench --shape=1,4096,4,128,128 --tokamax_python=/path/to/venv/bin/python
+
+On a TPU, `--runs=mosaic_tpu,"tokamax mosaic" --dtype=bfloat16 --shape=1,8192,32,128,128` also prints the share of the
+matrix units' and of the memory's limit that is reached: `work` over the peak over the measured time. What a program
+without a TPU can say is in `compare.py`.
 """
 
 import importlib.util
@@ -30,6 +34,11 @@ WORKER = flags.DEFINE_string("worker", None, "measure this run in this process a
 
 MEASURES = {"value_ms": "value ms", "both_ms": "value+grad ms", "both_median_ms": "median", "temp_mb": "temp MB"}
 MEASURES |= {"peak_mb": "process peak MB", "compile_s": "compile s"}
+SHARES = {"value_mxu": "value MXU %", "value_hbm": "value HBM %", "both_mxu": "both MXU %", "both_hbm": "both HBM %"}
+# Dense bfloat16 operations and bytes of HBM per second, by kind of device as JAX names it (vendor's data sheets).
+PEAKS = {"TPU v5 lite": (197e12, 819e9), "TPU v5": (459e12, 2765e9), "TPU v6 lite": (918e12, 1640e9)}
+PEAKS |= {"TPU7x": (1153e12, 3690e9)}
+CHUNK, BLOCK, INVERSE_PRODUCTS = 64, 16, 10
 
 
 def make_arguments(shape, dtype):
@@ -59,6 +68,35 @@ def tokamax(name):
         return jnp.moveaxis(api.kimi_delta_attention(q, k, v, gate, beta, **decays, **options)[0], 0, 2)
 
     return run
+
+
+def work(shape, bytes_per_number) -> dict:
+    """(operations of matrix products, bytes of HBM) of the value and of value and gradients, by the chunk form.
+
+    Forward: decayed products, inverse, two products with it, three with the state. Backward: those of seven products
+    with states and five inside the chunk, after what the forward saved: the state at chunk starts, and the inverse.
+    """
+    B, T, H, K, V = shape
+    C, tokens = CHUNK, B * T * H
+    forward = 2 * K * (C + BLOCK) + 2 * C * C * INVERSE_PRODUCTS + 4 * C * V + 6 * K * V
+    backward = 14 * K * V + 10 * C * V + 6 * K * (C + BLOCK)
+    read, saved = bytes_per_number * (3 * K + V + 1), bytes_per_number * (K * V / C + C)
+    out = bytes_per_number * V
+    both = 2 * (read + saved) + 2 * out + read
+    return {"value": (tokens * forward, tokens * (read + out)), "both": (tokens * (forward + backward), tokens * both)}
+
+
+def shares(times: dict, shape, bytes_per_number) -> dict:
+    """Percent of the peaks of the device under these times; empty for an unknown device."""
+    peaks = PEAKS.get(jax.devices()[0].device_kind)
+    if peaks is None:
+        return {}
+    needed = work(shape, bytes_per_number)
+    return {
+        f"{name}_{unit}": 100 * amount / peak / (1e-3 * times[f"{name}_ms"])
+        for name in ("value", "both")
+        for unit, amount, peak in zip(("mxu", "hbm"), needed[name], peaks)
+    }
 
 
 def measure(run, arguments, repeats) -> dict:
@@ -94,7 +132,8 @@ def worker(name):
     kind, _, tokamax_name = name.partition(" ")
     run = tokamax(tokamax_name) if kind == "tokamax" else own(name)
     shape = tuple(int(n) for n in SHAPE.value)
-    print(json.dumps(measure(run, make_arguments(shape, DTYPE.value), REPEATS.value)))
+    result = measure(run, make_arguments(shape, DTYPE.value), REPEATS.value)
+    print(json.dumps(result | shares(result, shape, jnp.dtype(DTYPE.value).itemsize)))
 
 
 def measure_apart(name) -> dict | str:
@@ -115,10 +154,11 @@ def main(_):
         worker(WORKER.value)
         return
     print(f"KDA, B, T, H, K, V = {', '.join(SHAPE.value)}, {DTYPE.value}, on {jax.devices()[0].device_kind}")
-    print(f"{'':22}" + "".join(f"{title:>17}" for title in MEASURES.values()))
+    columns = MEASURES | (SHARES if jax.devices()[0].device_kind in PEAKS else {})
+    print(f"{'':22}" + "".join(f"{title:>17}" for title in columns.values()))
     for name in RUNS.value:
         result = measure_apart(name)
-        row = result if isinstance(result, str) else "".join(f"{result[key]:17.1f}" for key in MEASURES)
+        row = result if isinstance(result, str) else "".join(f"{result[key]:17.1f}" for key in columns)
         print(f"{name:22}{row}", flush=True)
 
 

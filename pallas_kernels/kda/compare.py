@@ -1,0 +1,87 @@
+"""KDA beside tokamax by the compiler's schedule: cycles, HBM traffic, temporary memory. Needs libtpu, but no TPU.
+
+  python -m pallas_kernels.kda.compare --topologies=v5p:2x2x1,v6e:2x2,tpu7x:2x2x1 --programs=own,tokamax
+
+Whole operations, from raw inputs to the output and to all gradients; B = 1, T = 2048, H = 16, K = V = 128, bfloat16,
+bounded gate; every implementation in its own layout of arguments. tokamax is no requirement of this repository: without
+it, its rows say so. The packed programs hold the same tokens with segment ids.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from pallas_kernels import schedule
+from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu
+
+B, T, H, WIDTH = 1, 2048, 16, 128
+TOPOLOGIES = flags.DEFINE_list("topologies", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"], "what to compile for")
+PROGRAMS = flags.DEFINE_list("programs", ["own", "tokamax"], "functions of this file: own, own_packed, tokamax, ...")
+
+
+def own():
+    """Programs of this repository, as ``pallas_kernels.schedule`` takes them."""
+    return _programs(_own, (B, T, H), packed=False)
+
+
+def own_packed():
+    return _programs(_own, (B, T, H), packed=True)
+
+
+def tokamax():
+    """Those of tokamax 0.0.17, which wants heads first and beta after its sigmoid."""
+    return _programs(_tokamax, (H, B, T), packed=False)
+
+
+def tokamax_packed():
+    return _programs(_tokamax, (H, B, T), packed=True)
+
+
+def _programs(run, leading, *, packed):
+    wide = jax.ShapeDtypeStruct((*leading, WIDTH), jnp.bfloat16)
+    parameters = jax.ShapeDtypeStruct((H,), jnp.float32), jax.ShapeDtypeStruct((H, WIDTH), jnp.float32)
+    arguments = [wide] * 4 + [jax.ShapeDtypeStruct(leading, jnp.bfloat16), *parameters]
+    ids = [jax.ShapeDtypeStruct((B, T), jnp.int32)] if packed else []
+
+    def forward(*x):
+        return run(x[: len(ids)], *x[len(ids) :])
+
+    def gradients(*x):
+        o, pull = jax.vjp(functools.partial(run, x[1 : 1 + len(ids)]), *x[1 + len(ids) :])
+        return o, pull(x[0])
+
+    return [("forward", forward, [*ids, *arguments]), ("forward + backward", gradients, [wide, *ids, *arguments])]
+
+
+def _own(ids, *arguments):
+    static = dict(lower_bound=-5.0, num_segments=None, chunk_size=64)
+    return kda_mosaic_tpu(*arguments, None, *(ids or [None]), **static)[0]
+
+
+def _tokamax(ids, q, k, v, gate, beta, A_log, dt_bias):
+    from tokamax._src.ops.kda import api  # not exported at the top in 0.0.17
+
+    options = dict(use_qk_l2norm=True, use_gate_in_kernel=True, lower_bound=-5.0, implementation="mosaic")
+    options |= dict(segment_ids=ids[0]) if ids else {}
+    decays = dict(a_log=A_log, delta_time_bias=dt_bias.reshape(-1))
+    return api.kimi_delta_attention(q, k, v, gate, jax.nn.sigmoid(beta), **decays, **options)[0]
+
+
+def main(_):
+    print(f"{'':14}{'':18}{'program':20}{'cycles / token, head':>22}{'HBM MB':>9}{'temporary MB':>14}")
+    for topology in TOPOLOGIES.value:
+        for name in PROGRAMS.value:
+            if name.startswith("tokamax") and importlib.util.find_spec("tokamax") is None:
+                print(f"{topology:14}{name:18}not installed: pip install tokamax")
+                continue
+            for report in schedule.measure(f"pallas_kernels.kda.compare:{name}", topology):
+                cycles = report["cycles"] / (B * T * H)
+                sizes = f"{report['hbm_bytes'] / 1e6:9.0f}{report['temporary_bytes'] / 1e6:14.0f}"
+                print(f"{topology:14}{name:18}{report['label']:20}{cycles:22.2f}{sizes}", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
