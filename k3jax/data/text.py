@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -104,8 +105,8 @@ def read_texts(source: TextSource, skipped: list[str]) -> Iterator[Text]:
     """The documents of a source, in one order on every file system; names of what is not UTF-8 go to `skipped`.
 
     Raises:
-      DataError: no such folder or file, nothing that matches, a line that is no JSON object with the field, a Parquet
-        file without the column.
+      DataError: no such folder or file, one that cannot be listed or read, nothing that matches, a line that is no JSON
+        object with the field, a Parquet file without the column or with a string that is not UTF-8.
     """
     match source:
         case StdlibCorpus():
@@ -133,19 +134,28 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
+def _shown(path: str) -> str:
+    """A path as messages and names write it: bytes that are not UTF-8, which no output could take, as escapes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _read_files(root: str, paths: list[str]) -> Iterator[Text]:
     for path in paths:
         try:
             content = pathlib.Path(root, path).read_bytes()
         except OSError as error:
-            raise DataError(f"{pathlib.Path(root, path)}: {error.strerror or error}") from error
-        yield Text(path, content, _hash(path.encode()))
+            raise DataError(f"{_shown(os.path.join(root, path))}: {error.strerror or error}") from error
+        yield Text(_shown(path), content, _hash(os.fsencode(path)))
 
 
 def _walk(root: str, keep_folder, keep_file) -> list[str]:
     """Relative paths with forward slashes."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{_shown(error.filename or root)}: {error.strerror or error}") from error
+
     found = []
-    for folder, children, names in os.walk(root):
+    for folder, children, names in os.walk(root, onerror=refuse):
         children[:] = [child for child in children if keep_folder(child)]
         found += [os.path.relpath(os.path.join(folder, name), root) for name in names if keep_file(name)]
     return sorted(pathlib.PurePath(path).as_posix() for path in found)
@@ -184,15 +194,16 @@ def _files(pattern: str) -> list[str]:
 
 def _read_lines(source: JsonLines) -> Iterator[Text]:
     for path in _files(source.path):
+        number = 0
         try:
             with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.isspace():
-                        name = f"{path}:{number}"
+                        name = f"{_shown(path)}:{number}"
                         content = _field(line, source.field, name).encode("utf-8", "surrogatepass")
                         yield Text(name, content, _hash(content))
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path}: {error}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{_shown(path)}: cannot be read after line {number}: {error}") from error
 
 
 def _field(line: bytes, field: str, name: str) -> str:
@@ -200,6 +211,8 @@ def _field(line: bytes, field: str, name: str) -> str:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{name}: not JSON: {error}") from error
+    except RecursionError:
+        raise DataError(f"{name}: JSON that is nested too deeply to be read") from None
     if not isinstance(record, dict):
         raise DataError(f"{name}: {type(record).__name__}, but every line must be a JSON object")
     if field not in record:
@@ -210,22 +223,42 @@ def _field(line: bytes, field: str, name: str) -> str:
 
 
 def _read_parquet(source: Parquet) -> Iterator[Text]:
-    from pyarrow import ArrowException, parquet, types  # a quarter of a second that only this source needs
+    from pyarrow import ArrowException, parquet  # a quarter of a second that only this source needs
 
     for path in _files(source.path):
+        shown, row = _shown(path), 0
         try:
             with parquet.ParquetFile(path) as file:
-                names = file.schema_arrow.names
-                if source.column not in names:
-                    raise DataError(f"{path}: no column {source.column!r}; the columns are: {', '.join(names)}")
-                kind = file.schema_arrow.field(source.column).type
-                if not (types.is_string(kind) or types.is_large_string(kind)):
-                    raise DataError(f"{path}: column {source.column!r} holds {kind}, but it must hold strings")
-                row = 0
+                _check_column(file.schema_arrow, source.column, shown)
                 for batch in file.iter_batches(columns=[source.column], batch_size=1024):
-                    for value in batch.column(0).to_pylist():
+                    for value in _strings(batch.column(0), shown, row):
                         content = (value or "").encode("utf-8", "surrogatepass")
-                        yield Text(f"{path}:row {row}", content, _hash(content))
+                        yield Text(f"{shown}:row {row}", content, _hash(content))
                         row += 1
         except (ArrowException, OSError) as error:
-            raise DataError(f"{path}: {error}") from error
+            raise DataError(f"{shown}: cannot be read from row {row} on: {error}") from error
+
+
+def _check_column(schema, column: str, path: str) -> None:
+    from pyarrow import types
+
+    count = schema.names.count(column)
+    if count != 1:
+        found = f"{count} columns" if count else "no column"
+        raise DataError(f"{path}: {found} {column!r}; the columns are: {', '.join(schema.names)}")
+    kind = schema.field(column).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise DataError(f"{path}: column {column!r} holds {kind}, but it must hold strings")
+
+
+def _strings(column, path: str, row: int) -> list[str | None]:
+    """The values of a part of a column that begins with ``row``."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # which does not say where
+        for number, value in enumerate(column, start=row):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:row {number}: not UTF-8: {error}") from error
+        raise

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pyarrow as pa
 import pytest
@@ -75,6 +76,7 @@ def test_json_lines_are_documents_and_equal_ones_stay_together(tmp_path):
         ('{"text": "cut', r"bad\.jsonl:2: not JSON: "),
         ("[1]", r"bad\.jsonl:2: list, but every line must be a JSON object"),
         ('{"body": "b", "id": 1}', r"bad\.jsonl:2: no field 'text'; the fields are: body, id"),
+        ("[" * 100_000, r"bad\.jsonl:2: JSON that is nested too deeply"),
         ('{"text": 3}', r"bad\.jsonl:2: field 'text' holds int, but it must hold a string"),
     ],
 )
@@ -82,6 +84,56 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         load_corpus(JsonLines(path=str(tmp_path / "bad.jsonl")))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_damaged_gzip_file_is_named(tmp_path, damage):
+    packed = gzip.compress(b"".join(json.dumps({"text": f"{number} words"}).encode() + b"\n" for number in range(500)))
+    damaged = {"flipped": packed[:10] + b"\xff" + packed[11:], "cut": packed[: len(packed) // 2]}[damage]
+    (tmp_path / "a.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read after line \d+: "):
+        load_corpus(JsonLines(path=str(tmp_path / "*.gz")))
+
+
+def test_a_parquet_string_that_is_not_utf8_is_named_by_its_row(tmp_path):
+    offsets, data = pa.array([b"abc", b"\xff\xfe", b"def"]).buffers()[1:]
+    table = pa.table({"text": pa.StringArray.from_buffers(3, offsets, data)})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet:row 1: not UTF-8: "):
+        load_corpus(Parquet(path=str(tmp_path / "rows.parquet")))
+
+
+def test_a_file_name_that_is_not_utf8_is_read_and_shown_with_escapes(tmp_path):
+    for name in (b"a.txt", b"b\xff.txt", b"b\xfe.txt"):
+        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
+            file.write("words")
+    found = load_corpus(TextFolder(path=str(tmp_path)))
+    names = sorted(found.train.names + found.held_out.names)
+    assert names == ["a.txt", r"b\xfe.txt", r"b\xff.txt"] and [name.encode() for name in names]
+    lines = os.path.join(os.fsencode(tmp_path), b"\xff.jsonl")
+    with open(lines, "w") as file:
+        file.write("{")
+    with pytest.raises(DataError, match=r"\\xff\.jsonl:1: not JSON") as caught:
+        load_corpus(JsonLines(path=os.fsdecode(lines)))
+    assert str(caught.value).encode()
+
+
+def test_a_subfolder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    for name in ("a.txt", "b.txt", "locked/c.txt"):
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    source = TextFolder(path=str(tmp_path))
+    assert len(contents(load_corpus(source))) == 3
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="locked: Permission denied"):
+        load_corpus(source)
 
 
 def test_parquet_rows_are_documents_and_errors_name_the_columns(tmp_path):
