@@ -45,6 +45,8 @@ from typing import Any
 
 import numpy as np
 
+from k3jax.run_folder import naming
+
 KINDS = ("train", "eval", "event")
 
 
@@ -67,20 +69,26 @@ class MetricsWriter:
     def write(self, line: dict) -> None:
         """Appends one line; JAX and NumPy scalars and arrays become numbers and lists.
 
-        Raises ValueError for a line without an integer `step` and a `kind`, which readers rely on.
+        Raises ValueError for a line without an integer `step` and a `kind`, which readers rely on; OSError, which names
+        the file, where the disk is full.
         """
         if not isinstance(line.get("step"), int) or line.get("kind") not in KINDS:
             raise ValueError(f"a metrics line needs an integer step and kind train, eval or event, got {line}")
         data = _encode(line).encode()
-        if os.write(self._descriptor, data) != len(data):
+        with naming(self._path):
+            written = os.write(self._descriptor, data)
+        if written != len(data):
             raise OSError(errno.ENOSPC, "no space left for a whole metrics line", str(self._path))
 
     def close(self) -> None:
         """Puts the lines on the disk and closes the file; closing twice is harmless."""
         if self._descriptor is not None:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            with naming(self._path):
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -142,7 +150,7 @@ def _encode(line: dict) -> str:
 def _keep(path: pathlib.Path, wanted: Callable[[dict], bool]) -> None:
     """Rewrites the file with the lines wanted, beside the old one, then renames: a crash leaves one of the two."""
     fresh = path.with_name(path.name + ".new")
-    with open(fresh, "w", encoding="utf-8") as file:
+    with naming(path), open(fresh, "w", encoding="utf-8") as file:
         file.writelines(_encode(line) for line in iterate_metrics(path) if wanted(line))
         file.flush()
         os.fsync(file.fileno())

@@ -1,10 +1,12 @@
 """The folder of a run: one live process at a time, and small files that are whole or not there."""
 
+import contextlib
 import fcntl
 import json
 import os
 import pathlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -41,10 +43,24 @@ class RunLock:
         self._file.close()
 
 
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Adds the path to an OSError that names no file, which is what writing to an open file raises."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes beside the old file and renames, so that a crash or a full disk leaves the old one whole."""
+    """Writes beside the old file and renames, so that a crash or a full disk leaves the old one whole.
+
+    Raises OSError, which names the file.
+    """
     fresh = path.with_name(path.name + ".new")
-    with open(fresh, "w", encoding="utf-8") as file:
+    with naming(path), open(fresh, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,7 +1,9 @@
 """The metrics file survives cut lines, resumes without duplicates, and refuses what readers could not use."""
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from k3jax.metrics import MetricsWriter, read_metrics
+from k3jax.run_folder import write_text
 
 
 def _train(step, **more):
@@ -92,3 +95,25 @@ def test_bad_use_is_named(tmp_path):
     path.write_text(json.dumps([1, 2]) + "\n{}\n")
     with pytest.raises(ValueError, match="line 1 is damaged: not an object with step and kind"):
         read_metrics(path)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    """A limit on the size of a file stands for the disk where no device that is always full can."""
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(path) as writer:
+        writer.write(_train(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+        try:
+            for code in (errno.ENOSPC, errno.EFBIG):  # part of a line, then nothing of one
+                with pytest.raises(OSError, match=str(path)) as caught:
+                    writer.write(_train(2))
+                assert caught.value.errno == code and caught.value.filename == str(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    summary = tmp_path / "summary.json"
+    summary.write_text("old")
+    (tmp_path / "summary.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*summary\.json'"):
+        write_text(summary, "{}")
+    assert summary.read_text() == "old"
