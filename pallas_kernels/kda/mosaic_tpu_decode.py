@@ -131,7 +131,7 @@ def _shape(x):
 
 def blocks_of(index):
     """(slot whose block each row takes, 1 where the row is live), int32 [N]."""
-    index = index.astype(jnp.int32)
+    index = jnp.asarray(index, jnp.int32)
     live = index >= 0
     row = jnp.arange(len(index))
     latest = jax.lax.cummax(jnp.where(live, row, -1))
