@@ -32,18 +32,22 @@ may be left out, except the loss of a `train` line. Numbers that are not finite 
 
 `event`, what the run did or decided:
 
-    event                 "start", "resume", "skipped", "stopped" and the like; other fields as it has them
+    event                 "start", "resume", "skipped", "saved" (a checkpoint of this step), "stopped" (with a reason,
+                          "done" at the end) and the like; other fields as it has them
 """
 
 import errno
+import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from k3jax.run_folder import naming
 
@@ -54,14 +58,16 @@ class MetricsWriter:
     """Appends lines to a file. Each line reaches the operating system in one write, so a killed process leaves at most
     one cut line, at the end.
 
-    With `resume_step`, lines of later steps and a cut last line are removed first, so that a resumed run leaves the
-    steps that an uninterrupted one would have left. Without it, an existing file is an error.
+    With `resume_step`, what the resumed run makes again is removed first (:func:`lines_to_keep`), and so is a cut last
+    line, so that it leaves the lines that an uninterrupted run would have left. Other damaged lines go too, with a
+    warning that names them; the file as it was is then kept beside it, as `metrics.jsonl.damaged.N`. Without
+    `resume_step`, an existing file is an error.
     """
 
     def __init__(self, path: str | os.PathLike, *, resume_step: int | None = None):
         self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():
-            _keep(self._path, lambda line: line["step"] <= resume_step)
+            _prepare(self._path, resume_step)
         elif self._path.exists():
             raise FileExistsError(f"{self._path} exists already; resume the run or choose another folder")
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -105,8 +111,9 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     return list(iterate_metrics(path))
 
 
-def iterate_metrics(path: str | os.PathLike) -> Iterator[dict]:
-    """The lines of :func:`read_metrics` one by one, for files larger than memory."""
+def iterate_metrics(path: str | os.PathLike, *, damaged: list[int] | None = None) -> Iterator[dict]:
+    """The lines of :func:`read_metrics` one by one, for files larger than memory. Given a list ``damaged``, appends the
+    numbers of damaged lines to it and goes on, rather than raising."""
     with open(path, "rb") as file:
         for number, text in enumerate(file, start=1):
             try:
@@ -116,8 +123,25 @@ def iterate_metrics(path: str | os.PathLike) -> Iterator[dict]:
             except ValueError as error:
                 if not text.endswith(b"\n"):
                     return
-                raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+                if damaged is None:
+                    raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+                damaged.append(number)
+                continue
             yield line
+
+
+def lines_to_keep(lines: Iterable[dict], step: int) -> Iterator[dict]:
+    """The lines that still hold when a run goes on after ``step``: those up to the event "saved" of that step, and of
+    the same step after it all but what ending the run there added: evaluations, and "stopped" as "done"."""
+    saved = False
+    for line in lines:
+        if line["step"] > step:
+            continue
+        ended = line["kind"] == "eval" or (line.get("event") == "stopped" and line.get("reason") == "done")
+        if line["step"] == step and saved and ended:
+            continue
+        saved |= line["step"] == step and line.get("event") == "saved"
+        yield line
 
 
 def plain(value: Any) -> Any:
@@ -147,11 +171,19 @@ def _encode(line: dict) -> str:
     return json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _keep(path: pathlib.Path, wanted: Callable[[dict], bool]) -> None:
-    """Rewrites the file with the lines wanted, beside the old one, then renames: a crash leaves one of the two."""
-    fresh = path.with_name(path.name + ".new")
+def _prepare(path: pathlib.Path, step: int) -> None:
+    """Rewrites the file for a run that goes on after ``step``, beside the old one, then renames: a crash leaves one of
+    the two."""
+    fresh, damaged = path.with_name(path.name + ".new"), []
     with naming(path), open(fresh, "w", encoding="utf-8") as file:
-        file.writelines(_encode(line) for line in iterate_metrics(path) if wanted(line))
+        file.writelines(_encode(line) for line in lines_to_keep(iterate_metrics(path, damaged=damaged), step))
         file.flush()
         os.fsync(file.fileno())
+    if damaged:
+        taken = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
+        copy = next(name for name in taken if not name.exists())
+        with naming(copy):
+            shutil.copyfile(path, copy)
+        named = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+        logging.warning("%s: damaged and left out: line %s; the file as it was is %s", path, named, copy)
     os.replace(fresh, path)

@@ -113,7 +113,7 @@ class Clock:
         """Takes over the account of the processes before, from the run's metrics file, when training goes on after
         ``step``. What they spent on later steps is lost, and so is the time since their last line."""
         last, useful, skipped = None, 0.0, 0.0
-        for line in iterate_metrics(path):
+        for line in iterate_metrics(path, damaged=[]):
             if "clock" not in line:
                 continue
             last = line

@@ -57,7 +57,7 @@ class Writers:
         before = resume_step is not None and path.exists()
         if before:
             clock.resume(path, resume_step)
-            seen = max((line["step"] for line in iterate_metrics(path)), default=0)
+            seen = max((line["step"] for line in iterate_metrics(path, damaged=[])), default=0)
         if names:
             state = run_folder.read_json(run / STATE)
             self._sent = max(state.get("sent", -1), seen) if before else -1

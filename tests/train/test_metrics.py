@@ -11,6 +11,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import logging
 
 from k3jax.metrics import MetricsWriter, read_metrics
 from k3jax.run_folder import write_text
@@ -117,3 +118,49 @@ def test_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: .*summary\.json'"):
         write_text(summary, "{}")
     assert summary.read_text() == "old"
+
+
+def test_damaged_lines_are_named_and_kept_aside_on_resume(tmp_path, monkeypatch):
+    path, warned = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: warned.append(text % values))
+    with MetricsWriter(path) as writer:
+        for step in range(1, 7):
+            writer.write(_train(step))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for spoilt in (b"\0" * 9 + b"\n", lines[3][:20] + b"\n"):
+        path.write_bytes(b"".join([*lines[:3], spoilt, *lines[4:]]))
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="line 4 is damaged"):
+            read_metrics(path)
+        with MetricsWriter(path, resume_step=5):
+            pass
+        assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 5]
+        copy = tmp_path / f"metrics.jsonl.damaged.{len(warned)}"
+        assert copy.read_bytes() == before
+        assert warned[-1] == f"{path}: damaged and left out: line 4; the file as it was is {copy}"
+    with MetricsWriter(path, resume_step=5):
+        pass
+    assert len(warned) == 2, "negative control: a whole file is no reason to warn"
+
+
+def test_a_run_killed_at_its_end_does_not_end_twice(tmp_path):
+    """What the end of a run added after its last checkpoint is made again; what happened before stays."""
+    path = tmp_path / "metrics.jsonl"
+
+    def event(name, **more):
+        return {"step": 4, "kind": "event", "event": name, **more}
+
+    periodic, final = ({"step": 4, "kind": "eval", "bits_per_byte": bits} for bits in (2.0, 1.0))
+    history = [_train(3), _train(4), periodic, event("saved"), event("stopped", reason="preempted"), event("resume")]
+    ending = [final, event("stopped", reason="done")]
+    with MetricsWriter(path) as writer:
+        for line in [*history, *ending]:
+            writer.write(line)
+    for _ in range(2):
+        with MetricsWriter(path, resume_step=4) as writer:
+            for line in ending:
+                writer.write(line)
+        assert read_metrics(path) == [*history, *ending]
+    with MetricsWriter(path, resume_step=3):
+        pass
+    assert read_metrics(path) == history[:1]

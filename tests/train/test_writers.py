@@ -161,3 +161,15 @@ def test_wandb_writes_offline_under_one_id(tmp_path):
     run = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     files = list(tmp_path.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
     assert len(files) >= 1 and all(file.stat().st_size for file in files)
+
+
+def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path):
+    with Writers(tmp_path, clock=Clock()) as writers:
+        write(writers, range(1, 6))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"{\n", *lines[3:]]))
+    with Writers(tmp_path, clock=Clock(), resume_step=4) as writers:
+        write(writers, range(5, 6))
+    assert [line["step"] for line in read_metrics(path) if line["kind"] == "train"] == [1, 3, 4, 5]
+    assert (tmp_path / "metrics.jsonl.damaged.1").exists()
