@@ -25,6 +25,14 @@ CHUNK = 65536
 MANIFEST = "manifest.json"
 SPLITS = ("train", "held_out")
 
+_FILE = {"file": str, "size": int, "digest": str}
+_SPLIT = {"documents": int, "tokens": int, "bytes": int, "shards": [{"records": int, **_FILE}], "files": [_FILE]}
+_FIELDS = {
+    "dtype": str,
+    "tokenizer": {"config": dict, "hash": str, "size": int, "bos": int, "eos": int},
+    "splits": dict.fromkeys(SPLITS, _SPLIT),
+}
+
 
 def write_shard(path: pathlib.Path, documents: list[np.ndarray]) -> dict:
     """Writes the tokens of some documents, and returns the shard's entry in the manifest.
@@ -59,9 +67,12 @@ def describe_file(path: pathlib.Path) -> dict:
 
 
 def read_manifest(folder: str | pathlib.Path) -> dict:
-    """The manifest of a folder of token records, after checking that every file is there in its size.
+    """The manifest of a folder of token records, after checking that every file is the one it lists.
 
-    Raises DataError: no manifest, one of another format, a file that is missing or of another size.
+    The index and the names are read and must have their digests. Shards, which may be terabytes, must only have their
+    size: a record that changed is noticed when it is read, by ArrayRecord's checksums.
+
+    Raises DataError: no manifest, one of another format or without a field, a file that is missing or another one.
     """
     folder = pathlib.Path(folder)
     path = folder / MANIFEST
@@ -69,21 +80,70 @@ def read_manifest(folder: str | pathlib.Path) -> dict:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{folder} holds no {MANIFEST}: python -m k3jax.tokenize makes such a folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path}: not a manifest of format {FORMAT}; tokenize the source again")
+    _check_fields(manifest, _FIELDS, f"{path}: the manifest")
+    if manifest["dtype"] not in ("uint8", "uint16", "uint32"):
+        raise DataError(f"{path}: dtype {manifest['dtype']!r}, but tokens are uint8, uint16 or uint32")
     for split in SPLITS:
-        for entry in [*manifest["splits"][split]["shards"], *manifest["splits"][split]["files"]]:
-            _check_size(folder / entry["file"], entry["size"])
+        entries = manifest["splits"][split]
+        files = [entry["file"] for entry in entries["files"]]
+        if files != [f"{split}.index.npy", f"{split}.names.txt"]:
+            raise DataError(f"{path}: the files of {split} are {files}, but they must be its index and its names")
+        for entry in [*entries["shards"], *entries["files"]]:
+            _check_file(folder, entry, content=entry in entries["files"])
     return manifest
 
 
-def _check_size(path: pathlib.Path, size: int) -> None:
-    if not path.exists():
+def _check_fields(found, wanted, where: str) -> None:
+    """Raises DataError where JSON lacks a field of ``wanted``, {name: type, fields, or a list of one of them}."""
+    kind = wanted if isinstance(wanted, type) else type(wanted)
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise DataError(f"{where} is {type(found).__name__}, but it must be {kind.__name__}; tokenize the source again")
+    if isinstance(wanted, list):
+        for number, value in enumerate(found):
+            _check_fields(value, wanted[0], f"{where}[{number}]")
+    if isinstance(wanted, dict):
+        for name, value in wanted.items():
+            if name not in found:
+                raise DataError(f"{where} has no field {name!r}; tokenize the source again")
+            _check_fields(found[name], value, f"{where}.{name}")
+
+
+def _check_file(folder: pathlib.Path, entry: dict, *, content: bool) -> None:
+    path = folder / entry["file"]
+    if not path.is_file():
         raise DataError(f"{path} is missing, but the manifest lists it")
-    if path.stat().st_size != size:
-        raise DataError(f"{path} has {path.stat().st_size} bytes, but the manifest says {size}")
+    if path.stat().st_size != entry["size"]:
+        raise DataError(f"{path} has {path.stat().st_size} bytes, but the manifest says {entry['size']}")
+    if content:
+        try:
+            digest = describe_file(path)["digest"]
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+        if digest != entry["digest"]:
+            raise DataError(
+                f"{path} is damaged: its digest is {digest}, but the manifest says {entry['digest']}; "
+                "copy it again, or tokenize the source again"
+            )
+
+
+def _read_index(path: pathlib.Path, split: dict) -> np.ndarray:
+    """int64 [N, 3]. Raises DataError: another array than the split's entry in the manifest tells of."""
+    try:
+        index = np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if index.ndim != 2 or index.shape[1] != 3 or index.dtype != np.int64 or (index[:, :2] < 0).any():
+        raise DataError(f"{path} holds {index.dtype} {list(index.shape)}, but an index is int64 [N, 3], not negative")
+    wanted = [split["documents"], split["tokens"], split["bytes"], sum(shard["records"] for shard in split["shards"])]
+    records = -(-index[:, 0] // CHUNK)
+    found = [len(index), *(int(column.sum()) for column in (index[:, 0], index[:, 1], records))]
+    if found != wanted:
+        raise DataError(f"{path} has documents, tokens, bytes, records {found}, but the manifest says {wanted}")
+    return index
 
 
 def check_tokenizer(folder: str, manifest: dict, tokenizer) -> None:
@@ -101,13 +161,14 @@ class RecordDocuments:
 
     Held-out documents come in the order of their keys, as from the text itself.
 
+    Raises DataError when the index is not that of the manifest.
     Raises, on reading: DataError with the file and the record for one that is corrupt, and for a file that is gone.
     """
 
     def __init__(self, folder: str | pathlib.Path, split: str, manifest: dict):
         self.name = str(folder)
         self.bos, self.eos = manifest["tokenizer"]["bos"], manifest["tokenizer"]["eos"]
-        index = np.load(pathlib.Path(folder) / f"{split}.index.npy")
+        index = _read_index(pathlib.Path(folder) / f"{split}.index.npy", manifest["splits"][split])
         records = -(-index[:, 0] // CHUNK)
         first = np.cumsum(records) - records
         order = np.argsort(index[:, 2].view(np.uint64), kind="stable") if split == "held_out" else np.arange(len(index))

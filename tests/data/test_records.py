@@ -18,7 +18,7 @@ from k3jax.data import make_records as making
 from k3jax.data.bench import open_batches
 from k3jax.data.documents import DataError
 from k3jax.data.load import load_data
-from k3jax.data.records import CHUNK, read_manifest
+from k3jax.data.records import CHUNK, describe_file, read_manifest
 
 TOKENIZER = c.Bytes()
 
@@ -164,18 +164,70 @@ def test_a_folder_that_is_not_complete_is_refused(copied, damage, message):
         load(copied)
 
 
-def test_an_index_of_other_lengths_is_noticed(copied):
-    index = np.load(copied / "train.index.npy")
-    index[3, 0] += 1
-    np.save(copied / "train.index.npy", index)
-    with pytest.raises(DataError, match=r"record \d+ holds \d+ tokens, but the index says \d+"):
+def change_manifest(folder: pathlib.Path, change) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda manifest: manifest.pop("splits"), r"manifest\.json: the manifest has no field 'splits'"),
+        (lambda manifest: manifest["splits"].pop("held_out"), r"the manifest\.splits has no field 'held_out'"),
+        (
+            lambda manifest: manifest["splits"]["train"]["shards"][1].update(size="9"),
+            r"the manifest\.splits\.train\.shards\[1\]\.size is str, but it must be int",
+        ),
+        (lambda manifest: manifest.update(tokenizer=None), r"the manifest\.tokenizer is NoneType, but it must be dict"),
+        (lambda manifest: manifest.update(dtype="float32"), r"dtype 'float32', but tokens are uint8, "),
+        (lambda manifest: manifest["splits"]["train"]["files"].pop(), r"the files of train are \['train\.index"),
+    ],
+)
+def test_a_manifest_that_lacks_a_field_is_refused(copied, change, message):
+    change_manifest(copied, change)
+    with pytest.raises(DataError, match=message):
+        load(copied)
+
+
+@pytest.mark.parametrize("name", ["train.index.npy", "held_out.index.npy", "train.names.txt", "held_out.names.txt"])
+def test_one_byte_of_the_index_or_the_names_is_noticed(copied, name):
+    content = bytearray((copied / name).read_bytes())
+    content[-9] ^= 1
+    (copied / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is damaged: its digest is \w+, but the manifest says"):
+        load(copied)
+
+
+def other_lengths(index: np.ndarray) -> np.ndarray:
+    """With the sums of before."""
+    index[3:5, 0] += [1, -1]
+    return index
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda index: index[:-1], r"documents, tokens, bytes, records \[\d+, .*, but the manifest says \[\d+, "),
+        (lambda index: index.reshape(-1), r"holds int64 \[\d+\], but an index is int64 \[N, 3\]"),
+        (lambda index: index.astype(np.float64), r"holds float64 "),
+        (None, r"train\.index\.npy: "),
+        (other_lengths, r"record \d+ holds \d+ tokens, but the index says \d+"),
+    ],
+)
+def test_an_index_that_the_manifest_vouches_for_is_checked_all_the_same(copied, change, message):
+    path = copied / "train.index.npy"
+    if change is None:
+        path.write_bytes(b"\0" * path.stat().st_size)
+    else:
+        np.save(path, change(np.load(path)))
+    change_manifest(copied, lambda manifest: manifest["splits"]["train"]["files"][0].update(describe_file(path)))
+    with pytest.raises(DataError, match=message):
         read_all(load(copied))
 
 
 def test_another_tokenizer_than_the_records_were_made_with_is_refused(copied):
-    manifest = json.loads((copied / "manifest.json").read_text())
-    manifest["tokenizer"] |= {"hash": "0123", "size": 1000}
-    (copied / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(copied, lambda manifest: manifest["tokenizer"].update(hash="0123", size=1000))
     with pytest.raises(DataError, match=r"was tokenized by .* \(hash 0123, 1000 tokens\), but the run's tokenizer has"):
         load(copied)
 
