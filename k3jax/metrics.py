@@ -20,7 +20,7 @@ may be left out, except the loss of a `train` line. Numbers that are not finite 
                           for the device, and did other things; they add up to a step
     goodput               share of "clock" in useful steps
     memory                {"bytes", "peak_bytes", "limit_bytes", "of": "device" or "process"}
-    seconds               of wall time since the first start of the run
+    seconds               of wall time since the first start of the run, without pauses that somebody wanted
     balance               {"max_over_mean", "dead_share", "margin", "bias_drift"}: [one per MoE layer]
     max_attention_logit   [one per MLA layer]
     kda                   {"log_decay_mean", "log_decay_min", "log_decay_max", "state_norm"}: [one per KDA layer]

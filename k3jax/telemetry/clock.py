@@ -7,12 +7,17 @@
     data        waiting for the next batch, and preparing the data
     checkpoint  what saving keeps the loop from
     evaluation  held-out text
-    lost        steps that were made again after a restart, steps never finished, and the time between a process's last
-                sign of life and the start of the next one
+    lost        steps that were made again after a restart, steps never finished, and the time between the last sign of
+                life of a process that died and the start of the next one
     other       everything else: imports, weights, sampling, the report
 
 Goodput is the useful share. The totals ride on every metrics line with the time of day, so that the next process finds
 in the file what the one before it had spent (:meth:`Clock.resume`) however that one ended.
+
+The classes add up to the time in which the run was alive or should have been: from its first start to now, without the
+pauses that somebody wanted. Such a pause begins with an event "stopped" because the run was done or was asked to stop,
+as the last line of a process, and ends with the start of the next one. After a kill, a crash, or a stop by the guards
+the run should have been alive.
 """
 
 import contextlib
@@ -24,6 +29,7 @@ from typing import NamedTuple
 from k3jax.metrics import iterate_metrics
 
 CLASSES = ("useful", "skipped", "compile", "restore", "data", "checkpoint", "evaluation", "lost", "other")
+WANTED = ("done", "preempted", "interrupted")  # reasons of an event "stopped" after which nothing is lost
 BOOKABLE = ("device", "compile", "restore", "data", "checkpoint", "evaluation", "other")
 
 
@@ -102,8 +108,8 @@ class Clock:
         return found
 
     def totals(self) -> dict[str, float]:
-        """Seconds by class up to now; they add up to the time since the first start of the run. Steps not settled yet
-        count as ``other``."""
+        """Seconds by class up to now; they add up to the time since the first start of the run, less wanted pauses.
+        Steps not settled yet count as ``other``."""
         self._switch(self._class)
         totals = dict(self._totals)
         totals["other"] += self._step["device"] + self._step["host"]
@@ -111,7 +117,11 @@ class Clock:
 
     def resume(self, path: str | os.PathLike, step: int) -> None:
         """Takes over the account of the processes before, from the run's metrics file, when training goes on after
-        ``step``. What they spent on later steps is lost, and so is the time since their last line."""
+        ``step``. What they spent on later steps is lost, and so is the time since their last line, unless that says
+        that they were meant to stop.
+
+        What was spent up to ``step`` is taken from the newest line that is not later, of any kind: exact where the loop
+        logged an event as it saved that step, otherwise the steps between count as lost."""
         last, useful, skipped = None, 0.0, 0.0
         for line in iterate_metrics(path, damaged=[]):
             if "clock" not in line:
@@ -130,7 +140,8 @@ class Clock:
             self._totals[name] += clock.get(name, 0.0)
         self._totals["useful"] -= clock["useful"] - useful
         self._totals["skipped"] -= clock["skipped"] - skipped
-        self._totals["lost"] += again + max(0.0, gap)
+        wanted = last.get("event") == "stopped" and last.get("reason") in WANTED
+        self._totals["lost"] += again + (0.0 if wanted else max(0.0, gap))
 
     def _switch(self, name: str) -> str:
         """Charges the time since the last switch to the class of then. Returns that class."""

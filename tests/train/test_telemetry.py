@@ -95,6 +95,50 @@ def test_a_restart_takes_over_the_account_and_loses_what_is_made_again(now, tmp_
     assert booked(early) == {"useful": 9, "skipped": 1, "other": 2 + 103}
 
 
+def test_steps_that_a_checkpoint_kept_are_not_lost(now, tmp_path):
+    """Training lines every ten steps of 1 s, a checkpoint of step 18 that takes 2 s, and a kill after step 19."""
+    for saved, kept in ((True, 18), (False, 10)):
+        path, clock = tmp_path / f"{saved}.jsonl", Clock()
+        with MetricsWriter(path) as writer, clock.steps():
+            for step in range(1, 20):
+                now.sleep(1)
+                clock.settle(useful=True)
+                kind = {10: "train", 18: "event", 19: "event"}.get(step)
+                if step == 18:
+                    with clock.book("checkpoint"):
+                        now.sleep(2)
+                if kind and (saved or step != 18):
+                    event = {"event": "saved" if step == 18 else "skipped"} if kind == "event" else {"loss": 1.0}
+                    account = {"unix": now.time(), "clock": clock.totals()}
+                    writer.write({"step": step, "kind": kind, **event, **account})
+        now.sleep(5)
+        again = Clock()
+        again.resume(path, 18)
+        assert booked(again) == {"useful": kept, "checkpoint": 2, "lost": 19 - kept + 5}
+
+
+@pytest.mark.parametrize("reason", ["done", "preempted", "interrupted", "spike", "killed"])
+def test_only_a_pause_that_nobody_wanted_is_lost(now, tmp_path, reason):
+    """Two steps of 1 s, an end, 100 s of nothing, and a start that takes 3 s, twice."""
+    path, unwanted = tmp_path / "metrics.jsonl", 100.0 * (reason in ("spike", "killed"))
+    for life in range(1, 4):
+        clock = Clock(began=now.time() - 3)
+        if life > 1:
+            clock.resume(path, 2 * life - 2)
+        assert sum(clock.totals().values()) == pytest.approx(5 * (life - 1) + 3 + unwanted * (life - 1))
+        assert clock.totals()["lost"] == unwanted * (life - 1)
+        with MetricsWriter(path, resume_step=2 * life - 2) as writer, clock.steps():
+            for _ in range(2):
+                now.sleep(1)
+                clock.settle(useful=True)
+            line = {"step": 2 * life, "kind": "event", "unix": now.time(), "clock": clock.totals()}
+            writer.write(line | {"event": "stopped", "reason": "done"})  # not the last line: says nothing of the pause
+            end = {"event": "saved"} if reason == "killed" else {"event": "stopped", "reason": reason}
+            writer.write(line | end)
+        now.sleep(103)
+    assert goodput(line["clock"]) == pytest.approx(6 / (15 + 2 * unwanted))
+
+
 def test_a_file_without_an_account_changes_nothing(now, tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         writer.write({"step": 1, "kind": "train", "loss": 1.0})
