@@ -117,6 +117,90 @@ def test_a_tracker_that_breaks_is_left_out(tmp_path, monkeypatch):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
 
 
+def test_a_tracker_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    warned = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: warned.append(text % values))
+    (tmp_path / "tensorboard").write_text("a file where the folder belongs")
+    with Writers(tmp_path, ("tensorboard",), clock=Clock()) as writers:
+        write(writers, range(1, 4))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    assert len(warned) == 1 and warned[0].startswith("tensorboard is left out from now on: NotADirectoryError: ")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a tracker that only listens is told: (name, kind, step); and a way to break it."""
+
+    class Told(list):
+        broken = False
+
+    heard = Told()
+
+    class Listener:
+        def __init__(self, name):
+            self._name = name
+
+        def write(self, step, scalars):
+            if heard.broken:
+                raise RuntimeError("no network")
+            heard.append((self._name, min(scalars).split("/")[0], step))
+
+        def close(self):
+            pass
+
+    heard.warned = []
+    monkeypatch.setattr(trackers, "open_tracker", lambda name, *_: Listener(name))
+    monkeypatch.setattr(logging, "warning", lambda text, *values: heard.warned.append(text % values))
+    return heard
+
+
+def log(run, names, resume_step, *lines):
+    """One life of a run: lines as "train 3", "eval 3", "saved 3"."""
+    with Writers(run, names, clock=Clock(), resume_step=resume_step) as writers:
+        for kind, step in (line.split() for line in lines):
+            fields = {"loss": 1.0} if kind in ("train", "eval") else {"event": kind}
+            writers.write({"step": int(step), "kind": kind if "loss" in fields else "event", **fields})
+
+
+def test_a_tracker_is_told_every_line_once_whenever_the_run_is_killed(tmp_path, told):
+    a = ("a",)
+    log(tmp_path, a, None, "data 1")  # killed in the first step
+    log(tmp_path, a, 0, "data 1", "train 1", "train 2", "train 10", "eval 10", "saved 10")  # in the final evaluation
+    log(tmp_path, a, 10, "eval 10", "stopped 10")  # before the summary
+    log(tmp_path, a, 10, "eval 10", "stopped 10")
+    whole = [
+        ("a", kind, step) for kind, step in (("train", 1), ("train", 2), ("train", 10), ("eval", 10), ("eval", 10))
+    ]
+    assert told == whole and not told.warned
+    log(tmp_path, a, 2, "train 4", "train 10", "eval 10", "saved 10", "eval 10", "train 12")
+    assert told == [*whole, ("a", "train", 12)], "steps made again give the same numbers"
+
+
+def test_a_tracker_that_joins_later_hears_what_is_written_from_then_on(tmp_path, told):
+    log(tmp_path, (), None, "train 1", "train 2", "train 3", "train 5")
+    assert not (tmp_path / "trackers.json").exists()
+    log(tmp_path, ("a",), 2, "train 3", "train 4")
+    assert told == [("a", "train", 3), ("a", "train", 4)]
+    assert told.warned == ["a lacks the lines after step 0 up to step 2, which metrics.jsonl has"]
+    log(tmp_path, ("b",), 4, "train 5")
+    log(tmp_path, ("b", "a"), 4, "train 5", "train 6")
+    assert told[2:] == [("b", "train", 5), ("a", "train", 5), ("b", "train", 6), ("a", "train", 6)]
+
+
+def test_a_tracker_that_broke_comes_back_after_what_it_was_told(tmp_path, told):
+    log(tmp_path, ("a",), None, "train 1", "train 2")
+    told.broken = True
+    log(tmp_path, ("a",), 2, "train 3", "train 4", "eval 4")
+    told.broken = False
+    log(tmp_path, ("a",), 3, "train 4", "eval 4")
+    assert told == [("a", "train", 1), ("a", "train", 2), ("a", "train", 4), ("a", "eval", 4)]
+    assert told.warned == [
+        "a is left out from now on: RuntimeError: no network",
+        "a lacks the lines after step 2 up to step 3, which metrics.jsonl has",
+    ]
+
+
 def test_names_are_checked_before_anything_starts(monkeypatch):
     assert trackers.parse("") == () and trackers.parse("tensorboard,") == ("tensorboard",)
     with pytest.raises(ConfigError, match="no tracker 'tensorbord'; there are tensorboard, wandb, trackio, mlflow"):
