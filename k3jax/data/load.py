@@ -10,7 +10,7 @@ import numpy as np
 
 from k3jax import config_data as c
 from k3jax import config_io, config_tasks
-from k3jax.data.documents import Documents, TokenDocuments
+from k3jax.data.documents import DataError, Documents, TokenDocuments
 from k3jax.data.held_out import HeldOutBatches, compression_baselines
 from k3jax.data.order import Batches
 from k3jax.data.packing import PackedRows
@@ -47,20 +47,24 @@ class Data:
         """Endless global batches of `batch` rows of `length` tokens, a pure function of seed and step.
 
         Raises:
-          ValueError: length or batch below 1, or a seed outside 0..2**32-1. DataError: see `PackedRows`.
+          ValueError: length or batch below 1, or a seed outside 0..2**32-1. DataError: an example of a task is longer
+          than the row; see `PackedRows`.
         """
-        rows = {part.name: PackedRows(part.train, length, _packing(part, packing)) for part in self.parts}
+        rows = {part.name: PackedRows(part.train, length, _packing(part, packing, length)) for part in self.parts}
         return Batches(rows, [part.weight for part in self.parts], batch=batch, seed=seed)
 
     def held_out(
         self, *, length: int, batch: int, packing: c.Packing = _STREAM
     ) -> dict[str, Callable[..., HeldOutBatches]]:
         """For each source by name a function that makes its held-out batches; it takes `max_bytes`."""
-        shape = dict(length=length, batch=batch)
-        return {
-            part.name: partial(HeldOutBatches, part.held_out, packing=_packing(part, packing), **shape)
-            for part in self.parts
-        }
+        return {part.name: partial(_held_out, part, packing, length, batch) for part in self.parts}
+
+    def skipped(self) -> dict[str, list[str]]:
+        """For each source that left some out, the names of the documents that are not UTF-8, which no run reads.
+
+        Token records leave them out when they are made: `k3jax.tokenize` says how many, and so does the manifest.
+        """
+        return {part.name: list(part.skipped) for part in self.parts if part.skipped}
 
     def bytes_per_token(self) -> float | None:
         """Of the training text, or None where some of it is no text. EOS is a token without a byte."""
@@ -105,9 +109,24 @@ def load_data(source: c.Source, tokenizer: c.Tokenizer = _BYTES, *, vocab: int, 
     return Data(opened, made, _digest(json.dumps(identity).encode()))
 
 
-def _packing(part: Part, wanted: c.Packing) -> c.Packing:
+def _packing(part: Part, wanted: c.Packing, length: int) -> c.Packing:
     """Examples of a task stay whole whatever is wanted for text: an answer must not be cut off from its question."""
-    return c.BestFit(long="refuse") if isinstance(part.train, TaskDocuments) else wanted
+    if not isinstance(part.train, TaskDocuments):
+        return wanted
+    longest = int(part.train.lengths.max())
+    if length < longest:
+        raise DataError(
+            f"{part.name}: the longest example has {longest} tokens, longer than the row of {length}, and is never "
+            f"split: raise seq_len to {longest}, or lower the lengths {part.train.task.lengths} of {part.train.name}"
+        )
+    return c.BestFit(long="refuse")
+
+
+def _held_out(
+    part: Part, packing: c.Packing, length: int, batch: int, *, max_bytes: int | None = None
+) -> HeldOutBatches:
+    shape = dict(length=length, batch=batch, max_bytes=max_bytes)
+    return HeldOutBatches(part.held_out, packing=_packing(part, packing, length), **shape)
 
 
 def _name(source: c.PlainSource) -> str:

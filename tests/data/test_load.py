@@ -10,6 +10,7 @@ import k3jax.data
 from k3jax import config_data as c
 from k3jax.config import ConfigError
 from k3jax.config_tasks import Copy
+from k3jax.data.documents import DataError
 from k3jax.data.load import load_data
 from k3jax.data.tokenizers import ByteTokenizer
 
@@ -68,6 +69,31 @@ def test_a_mixture_of_text_and_a_task(folder):
     few = held["copying"](max_bytes=1)
     assert (few.bytes, len(few)) == (0, 1) and len(held["copying"]()) == 2
     assert set(data.baselines()) == {"text"}
+
+
+def test_examples_longer_than_the_row_say_what_helps_a_task(folder):
+    data = load_data(mixture(folder), vocab=258)
+    advice = r"copying: the longest example has 24 .* row of 23,.*raise seq_len to 24, .*lengths \(8, 24\) of Copy"
+    longer = c.Mixture(parts=(c.Weighted(source=Copy(vocab=16, lengths=(8, 24)), weight=1.0, name="copying"),))
+    for make in (lambda data, n: data.batches(length=n, batch=1, seed=0), held_out_of_copying):
+        make(data, 23)
+        make(load_data(longer, vocab=258), 24)
+        with pytest.raises(DataError, match=advice):
+            make(load_data(longer, vocab=258), 23)
+
+
+def held_out_of_copying(data, length: int):
+    return data.held_out(length=length, batch=1)["copying"]()
+
+
+def test_documents_that_are_not_utf8_are_listed_by_source(folder, tmp_path):
+    assert load_data(mixture(folder), vocab=258).skipped() == {}
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("words")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    latin = c.Weighted(source=c.TextFolder(path=str(tmp_path)), weight=1.0, name="latin")
+    data = load_data(c.Mixture(parts=(*mixture(folder).parts, latin)), vocab=258)
+    assert data.skipped() == {"latin": ["latin.txt"]}
 
 
 def test_the_fingerprint_names_text_tokenizer_weights_and_tasks(folder, ranks):

@@ -198,5 +198,5 @@ def test_a_run_reads_whole_examples_whatever_the_packing_of_its_text():
     assert all(whole(row) for row in rows)
     cut = PackedRows(TaskDocuments(task, "train"), 19, Stream())
     assert not all(whole(cut[i]) for i in range(8))
-    with pytest.raises(DataError, match=r"Copy, example 1 has 10 tokens, longer than the row of 8"):
+    with pytest.raises(DataError, match=r"Copy: the longest example has 10 tokens, longer than the row of 8"):
         load_data(task, vocab=9).batches(length=8, batch=8, seed=0)
