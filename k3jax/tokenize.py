@@ -22,6 +22,7 @@ from k3jax.config import ConfigError
 from k3jax.data.documents import DataError
 from k3jax.data.make_records import SHARD_BYTES, make_records
 from k3jax.exits import Exit
+from k3jax.run_folder import BusyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,10 @@ def main(argv: list[str]) -> None:
         job = read_job(args.config, args.source, args.tokenizer)
         out = pathlib.Path(args.out)
         manifest = tokenize(job, out, workers=args.workers, shard_bytes=int(args.shard_mib * 2**20))
-    except (ConfigError, DataError, OSError) as error:
+    except (ConfigError, DataError, BusyError, OSError) as error:
         print(f"k3jax.tokenize: {error}", file=sys.stderr)
-        code = {ConfigError: Exit.CONFIGURATION, DataError: Exit.DATA}.get(type(error), Exit.STORAGE)
+        codes = {ConfigError: Exit.CONFIGURATION, DataError: Exit.DATA, BusyError: Exit.BUSY}
+        code = codes.get(type(error), Exit.STORAGE)
         raise SystemExit(int(code)) from error
     print(describe(manifest, out))
 

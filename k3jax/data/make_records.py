@@ -1,16 +1,18 @@
 """From text to a folder of token records, in parallel, the same bytes whatever the number of processes.
 
 The text is read twice: once to split it and to count, once to tokenize it. Nothing but the shards under way is held in
-memory. The folder appears under its name when it is complete.
+memory. The folder appears under its name when it is complete; only one process at a time makes it.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import pathlib
 import shutil
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -24,8 +26,10 @@ from k3jax.data.documents import DataError
 from k3jax.data.records import FORMAT, MANIFEST, SPLITS, describe_file, write_shard
 from k3jax.data.text import Text, held_out_order, read_texts
 from k3jax.data.tokenizers import make_tokenizer
+from k3jax.run_folder import BusyError
 
 SHARD_BYTES = 2**25
+_LOCK = "lock"
 
 
 class Scan(NamedTuple):
@@ -70,16 +74,13 @@ def make_records(
 
     Raises:
       DataError: the source cannot be read, or changes meanwhile; ``out`` is in use. ConfigError: the tokenizer's.
-      OSError: the folder cannot be written.
+      BusyError: another live process makes the same folder. OSError: the folder cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is not an empty folder: token records go to a new one")
+    _check_new(out)
     made = make_tokenizer(tokenizer)
-    found = scan(source)
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with _unfinished(out) as unfinished:
+        _check_new(out)  # again: another process may have made it just now
+        found = scan(source)
         splits = {split: Split(unfinished, split) for split in SPLITS}
         with _pool(tokenizer, workers) as pool:
             done = 0
@@ -101,9 +102,45 @@ def make_records(
         }
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    (out / _LOCK).unlink()  # not before: without it another process would take the folder for its own
     return manifest
+
+
+def _check_new(out: pathlib.Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is not an empty folder: token records go to a new one")
+
+
+@contextlib.contextmanager
+def _unfinished(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The folder beside ``out`` that this process alone fills and renames, without what a killed one left there. It is
+    removed when that fails.
+
+    Raises BusyError: a live process has it. The operating system lets go of the lock of one that ends.
+    """
+    folder = out.with_name(f".{out.name}.unfinished")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK, "a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / _LOCK))
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:  # held by another process, which may have finished and removed it meanwhile
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            raise BusyError(f"{out} is being made by {owner}; wait for it, or choose another folder")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        try:
+            for path in folder.iterdir():
+                if path.name != _LOCK:
+                    path.unlink()
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 class Split:

@@ -1,6 +1,7 @@
 """Token records: the same bytes from any number of processes, the documents of the text, and damage that is named."""
 
 import json
+import os
 import pathlib
 import pickle
 import re
@@ -240,6 +241,44 @@ def test_tokenizing_refuses_a_folder_in_use_and_a_source_that_changes(text, made
     with pytest.raises(DataError, match="the source changed while it was tokenized"):
         making.make_records(text, TOKENIZER, tmp_path / "tokens", workers=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_process_that_makes_the_same_folder_is_refused(text, tmp_path, monkeypatch):
+    """It leaves the first one's work alone; what a killed process left is cleared away."""
+    out, scan = tmp_path / "tokens", making.scan
+    unfinished = tmp_path / ".tokens.unfinished"
+    unfinished.mkdir()
+    for name in ("lock", "train-00099.array_record"):
+        (unfinished / name).write_text("left by a killed process")
+
+    def meanwhile(source):
+        (unfinished / "work").write_text("")
+        again = [
+            sys.executable,
+            "-m",
+            "k3jax.tokenize",
+            "--out",
+            str(out),
+            "--source",
+            f"TextFolder(path='{text.path}')",
+        ]
+        second = subprocess.run(again, capture_output=True, text=True)
+        assert second.returncode == 8, second.stderr
+        assert re.search(rf"tokens is being made by process {os.getpid()} on \S+; wait for it", second.stderr)
+        (unfinished / "work").unlink()
+        return scan(source)
+
+    monkeypatch.setattr(making, "scan", meanwhile)
+    making.make_records(text, TOKENIZER, out, workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["manifest.json"]
+        + [
+            f"{split}{end}"
+            for split in ("train", "held_out")
+            for end in ("-00000.array_record", ".index.npy", ".names.txt")
+        ]
+    )
 
 
 def test_the_command_takes_the_source_of_a_run_or_its_own(tmp_path):
