@@ -151,7 +151,10 @@ def metrics_of(loss, layers=None):
     true, false = np.array(True), np.array(False)
     verdict = guard.Verdict(true, true, false, np.float32(1), np.float32(1), np.int32(0), false)
     roles = {"matrix": np.float32(2)}
-    return StepMetrics(loss, np.float32(8), np.float32(0.5), np.float32(2), roles, roles, roles, verdict, layers or {})
+    return StepMetrics(
+        loss=loss, weight=np.float32(8), accuracy=np.float32(0.5), grad_norm=np.float32(2), grad_norm_by_role=roles,
+        param_norm_by_role=roles, update_rms=roles, lr=np.float32(0.1), verdict=verdict, layers=layers or {},
+    )  # fmt: skip
 
 
 def test_the_line_of_a_step_says_what_was_measured(now):
@@ -257,14 +260,14 @@ def test_a_step_is_fetched_when_the_next_has_been_sent(micro, tmp_path, monkeypa
             run=tmp_path,
             mesh=None,
             shardings=None,
-            checkpoints=SimpleNamespace(save=lambda *_, **__: events.append("saved")),
+            checkpoints=SimpleNamespace(save=lambda *_, **__: events.append("saved"), wait=lambda: None),
             writers=SimpleNamespace(write=written.append),
             clock=Clock(),
             progress=progress,
-            stop=SimpleNamespace(at_step=lambda _: None, nothing_to_save=contextlib.nullcontext),
+            stop=SimpleNamespace(at_step=lambda _: None, hurried=False, nothing_to_save=contextlib.nullcontext),
             peak_flops=None,
         )
-        loop.run_stages(config, State(0, None), lambda _: loop.StageData(Rows(), {}, "", None), tools)
+        loop.run_stages(config, State(0, None), lambda _: loop.StageData(Rows(), {}, "", None, {}), tools)
     order = [("sent", 1)]
     for number in range(2, 6):
         order += [("sent", number), ("fetched", number - 1)]
