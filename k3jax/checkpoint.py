@@ -5,10 +5,11 @@ files, so that a file cut or changed afterwards is found before anything is read
 """
 
 import concurrent.futures
+import contextlib
 import json
 import pathlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,17 +60,20 @@ class Checkpoints:
 
     def __init__(self, run: pathlib.Path, *, keep: Keep | None = None, create: bool = True):
         self.folder = pathlib.Path(run).absolute() / FOLDER
+        self._bits: dict[int, float] = {}
         if not create and not self.folder.is_dir():
             raise CheckpointError(f"{run} is not the folder of a run: there is no folder {self.folder}")
         self._saving: int | None = None
         options = ocp.CheckpointManagerOptions(
             create=create,
             cleanup_tmp_directories=create,
-            preservation_policy=None if keep is None else _policy(keep),
+            preservation_policy=None if keep is None else _policy(keep, self._bits),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums) if create else None,
             enable_async_checkpointing=create,
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        if keep is not None and keep.best:
+            self._bits |= self._known_bits()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -111,13 +115,16 @@ class Checkpoints:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_storable(state)),
             config=ocp.args.JsonSave(config_io.to_dict(config)),
-            position=ocp.args.JsonSave({**position, "step": step, "commit": runtime.commit()}),
+            position=ocp.args.JsonSave(
+                {**position, "step": step, "commit": runtime.commit(), "bits_per_byte": bits_per_byte}
+            ),
         )
-        metrics = None if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
         self.wait()
         self._saving = step
+        if bits_per_byte is not None:
+            self._bits[step] = bits_per_byte
         try:
-            self._manager.save(step, args=args, metrics=metrics)
+            self._manager.save(step, args=args)
         except Exception as error:
             raise self._not_written(error) from error
 
@@ -151,6 +158,8 @@ class Checkpoints:
             problem = self._problem(step)
             if problem is None:
                 refuse_changes(self.config(step), config, allow=allow, where=self.path(step))
+                if step > config.steps:
+                    raise CheckpointError(f"{self.path(step)} is past the end of a run of {config.steps} steps")
                 state = self._read(step, config, shardings)
                 position = self._json(step, "position")
                 self._set_aside(problems)
@@ -178,12 +187,24 @@ class Checkpoints:
         except ConfigError as error:
             raise CheckpointError(f"{self.path(step)}: its configuration cannot be read: {error}") from error
 
+    def position(self, step: int) -> dict[str, Any]:
+        """Where the data stood when a step was saved."""
+        return self._json(step, "position")
+
     def _json(self, step: int, item: str) -> dict[str, Any]:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
         except (OSError, ValueError, KeyError, TypeError) as error:
             message = f"{self.path(step)}: its {item} cannot be read: {_first_line(error)}{self._others(step)}"
             raise CheckpointError(message) from error
+
+    def _known_bits(self) -> dict[int, float]:
+        """Held-out bits per byte of the checkpoints there are, where they were evaluated and can be read."""
+        found = {}
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):
+                found[step] = self._json(step, "position").get("bits_per_byte")
+        return {step: bits for step, bits in found.items() if isinstance(bits, float)}
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -200,8 +221,18 @@ class Checkpoints:
 
     def _problem(self, step: int) -> str | None:
         """What is wrong with the files of a step, found on one host and told to all."""
-        problem = check_files(self.folder / str(step)) if jax.process_index() == 0 else None
+        problem = None
+        if jax.process_index() == 0:
+            problem = check_files(self.folder / str(step)) or self._check_step(step)
         return runtime.from_first_process(problem)
+
+    def _check_step(self, step: int) -> str | None:
+        """What is wrong with what a checkpoint says of itself, or None."""
+        try:
+            said = self._json(step, "position").get("step")
+        except CheckpointError as error:
+            return str(error)
+        return None if said == step else f"{self.path(step)} is damaged: it holds step {said}"
 
     def _set_aside(self, problems: dict[int, str]) -> None:
         """Moves damaged checkpoints away, so that their steps can be saved again."""
@@ -250,6 +281,7 @@ def refuse_changes(saved: TrainConfig, config: TrainConfig, *, allow: Sequence[s
     A path in ``allow`` covers the fields below it.
     """
     changed = config_io.diff(saved, config)
+    check_paths(config, allow)
     covered = (*FREE_FIELDS, *allow)
     refused = {
         path: pair
@@ -260,6 +292,23 @@ def refuse_changes(saved: TrainConfig, config: TrainConfig, *, allow: Sequence[s
         lines = "".join(f"\n  {path} was {old!r} and is now {new!r}" for path, (old, new) in refused.items())
         flags = " ".join(f"--allow_change={path}" for path in refused)
         raise CheckpointError(f"{where} was made by another configuration:{lines}\nto go on all the same: {flags}")
+
+
+def check_paths(config: TrainConfig, allow: Sequence[str]) -> None:
+    """Raises ConfigError for a path that leads to no field."""
+    known = set(_paths(config_io.to_dict(config), ""))
+    for path in allow:
+        if path not in known:
+            raise ConfigError(
+                f"--allow_change={path}: the configuration has no such field{config_io.did_you_mean(path, known)}"
+            )
+
+
+def _paths(tree: dict[str, Any], above: str) -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{above}{name}.")
 
 
 def checksums(folder: pathlib.Path) -> dict[str, list[int]]:
@@ -277,6 +326,10 @@ def check_files(folder: pathlib.Path) -> str | None:
         found = checksums(folder)
     except (OSError, ValueError) as error:
         return f"{folder} is damaged: {DIGEST} cannot be read: {error}"
+    if not expected or not isinstance(expected, dict):
+        return f"{folder} is damaged: {DIGEST} lists no file"
+    if not all(isinstance(entry, list) and [*map(type, entry)] == [int, int] for entry in expected.values()):
+        return f"{folder} is damaged: {DIGEST} must give two numbers for each file"
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             return f"{folder} is damaged: {name} is missing"
@@ -295,18 +348,24 @@ def _checksum(path: pathlib.Path) -> list[int]:
     return [size, crc]
 
 
-def _policy(keep: Keep) -> policies.PreservationPolicy:
+class _Best:
+    """Keeps the steps with the fewest bits per byte, of those that have been evaluated."""
+
+    def __init__(self, count: int, bits: dict[int, float]):
+        self._count, self._bits = count, bits
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        steps = [info.step for info in checkpoints if info.step in self._bits]
+        best = set(sorted(steps, key=lambda step: self._bits[step])[: self._count])
+        return [info.step in best for info in checkpoints]
+
+
+def _policy(keep: Keep, bits: dict[int, float]) -> policies.PreservationPolicy:
     wanted: list[policies.PreservationPolicy] = [policies.LatestN(keep.last)]
     if keep.every is not None:
         wanted.append(policies.EveryNSteps(keep.every))
     if keep.best:
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics["bits_per_byte"],
-            reverse=True,
-            n=keep.best,
-            keep_checkpoints_without_metrics=False,
-        )
-        wanted.append(best)
+        wanted.append(_Best(keep.best, bits))
     return policies.AnyPreservationPolicy(wanted)
 
 

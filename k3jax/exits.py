@@ -7,8 +7,8 @@ class Exit(enum.IntEnum):
     """Zero is a finished run. The others say whether starting the same command again helps.
 
     PREEMPTED: asked to stop and saved; start again. INTERRUPTED: the same by Ctrl-C. BUSY: another live process has
-    the run. CONFIGURATION, DATA, STORAGE, CHECKPOINT: the message says what to mend first. NON_FINITE, SPIKE: the run
-    stopped itself; starting again repeats the same steps.
+    the run. PEERS: not all processes of the run came; start them again. CONFIGURATION, DATA, STORAGE, CHECKPOINT: the
+    message says what to mend first. NON_FINITE, SPIKE: the run stopped itself; starting again repeats the same steps.
     """
 
     DONE = 0
@@ -19,5 +19,6 @@ class Exit(enum.IntEnum):
     STORAGE = 6
     CHECKPOINT = 7
     BUSY = 8
+    PEERS = 9
     PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
     INTERRUPTED = 130  # 128 + SIGINT, as shells say it

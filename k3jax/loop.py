@@ -23,7 +23,6 @@ from k3jax.data.held_out import HeldOutBatches
 from k3jax.data.order import Batches
 from k3jax.exits import Exit
 from k3jax.model.weights import Weights
-from k3jax.optim import make_schedule
 from k3jax.progress import Progress
 from k3jax.run_config import TrainConfig
 from k3jax.step import StepMetrics, TrainState, eval_step, train_step
@@ -53,7 +52,8 @@ class Stopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What a run holds open beside its state. ``profile``: steps to trace; ``dump_hlo``: keep the compiled step."""
+    """What a run holds open beside its state. ``profile``: steps to trace; ``dump_hlo``: keep the compiled step;
+    ``owed``: the step whose evaluation was left out because somebody asked the run to stop."""
 
     run: pathlib.Path
     mesh: Mesh | None
@@ -67,18 +67,20 @@ class Tools:
     profile: range = range(0)
     dump_hlo: bool = False
     workers: int = 0
+    owed: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StageData:
     """One stage's data: ``batches[n]`` is what the step after n of its steps reads; ``held_out`` makes the held-out
     batches of each source; ``identity`` names the exact text; bytes_per_token is of the training text, None for what
-    is no text."""
+    is no text; ``skipped`` names the documents of each source that are not UTF-8."""
 
     batches: Batches
     held_out: dict[str, Callable[..., HeldOutBatches]]
     identity: str
     bytes_per_token: float | None
+    skipped: dict[str, list[str]]
 
 
 def run_stages(
@@ -98,16 +100,16 @@ def run_stages(
         with tools.clock.book("data"):
             data = open_data(number)
         if number and int(state.step) == start:
-            state = state._replace(guard=_fresh_guard(config, tools))
+            state = state._replace(guard=fresh_guard(config, tools.shardings))
             tools.writers.write({"step": start + 1, "kind": "event", "event": "stage", "stage": number})
         state = _Stage(config, number, start, end, data, tools).run(state)
     return state
 
 
-def _fresh_guard(config: TrainConfig, tools: Tools) -> guard.GuardState:
-    """At a change of data the losses of before say nothing about those to come."""
+def fresh_guard(config: TrainConfig, shardings: TrainState | None) -> guard.GuardState:
+    """The guard at the start of a stage: at a change of data the losses of before say nothing about those to come."""
     empty = guard.init(config.spikes)
-    return empty if tools.shardings is None else placement.put(empty, tools.shardings.guard)
+    return empty if shardings is None else placement.put(empty, shardings.guard)
 
 
 def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None):
@@ -127,19 +129,22 @@ class _Stage:
         self._start, self._end, self._data, self._tools = start, end, data, tools
         self._rows = Rows(self._stage, tools.mesh)
         self._batches = self._rows.local(data.batches)
-        self._schedule = make_schedule(config.optimizer.schedule, config.steps)
         self._flops = model_flops_per_token(config.model, self._stage.seq_len)
         self._evaluator = Evaluator(self._stage, tools.mesh)
         self._pending: tuple[int, StepMetrics] | None = None
 
     def run(self, state: TrainState) -> TrainState:
         tools, first = self._tools, int(state.step)
-        self._report_packing(first)
+        self._report_data(first)
+        with tools.clock.book("checkpoint"):
+            tools.checkpoints.wait()  # the next lines may end the process
         tools.progress.phase(f"compiling the train step ({self._stage.batch} rows of {self._stage.seq_len})")
         with tools.stop.nothing_to_save(), tools.clock.book("compile"):
             step = compile_step(self._stage, state, self._batch(first), tools.shardings)
         if tools.dump_hlo:
             trace.dump_hlo(tools.run, step, self._number)
+        if tools.owed == first:
+            self._evaluate(first, state.weights)
         feed = self._batches.iterate(first - self._start, self._end - first, workers=tools.workers)
         with tools.clock.steps(), trace.Trace(tools.run, tools.profile) as tracer:
             for number in range(first + 1, self._end + 1):
@@ -153,10 +158,17 @@ class _Stage:
                 self._at_boundary(number, first, state)
         return state
 
-    def _report_packing(self, first: int) -> None:
-        """What packing did to each source; no token goes missing silently."""
+    def _report_data(self, first: int) -> None:
+        """What reading and packing did to each source; no text goes missing silently."""
         reports = {name: report._asdict() for name, report in self._data.batches.packing_report.items()}
-        self._tools.writers.write({"step": first + 1, "kind": "event", "event": "data", "packing": reports})
+        skipped = {name: len(names) for name, names in self._data.skipped.items() if names}
+        event = {"event": "data", "packing": reports, "skipped": skipped}
+        self._tools.writers.write({"step": first + 1, "kind": "event", **event})
+        for name, names in self._data.skipped.items():
+            if names:
+                self._tools.progress.log(
+                    f"{name}: {len(names):,} documents are not UTF-8 and left out, first {names[0]}"
+                )
         for name, report in reports.items():
             if report["dropped"]:
                 self._tools.progress.log(
@@ -169,15 +181,19 @@ class _Stage:
         config, tools = self._config, self._tools
         code = tools.stop.at_step(number)
         due = number % config.eval_every == 0 if number < config.steps else config.keep.best > 0
-        evaluate = due and code is None
         save = number == self._end or number % config.checkpoint_every == 0 or code is not None
-        if not (evaluate or save):
+        if not (due or save):
             return
         self._settle(state.weights, first)
-        bits = self._evaluate(number, state.weights) if evaluate else None
-        if save:
+        bits, evaluated = None, False
+        if due and code is None:
+            bits, evaluated = self._evaluate(number, state.weights)
+            code = tools.stop.exit if tools.stop.hurried else None
+        if save or code is not None:
+            position = self._position(number) | {"owed": due and not evaluated}
             with tools.clock.book("checkpoint"):
-                tools.checkpoints.save(config, state, self._position(number), bits_per_byte=bits)
+                tools.checkpoints.save(config, state, position, bits_per_byte=bits)
+            tools.writers.write({"step": number, "kind": "event", "event": "saved"})
         if code is not None:
             with tools.clock.book("checkpoint"):
                 tools.checkpoints.wait()
@@ -192,12 +208,20 @@ class _Stage:
         """What the step after ``step`` reads."""
         return self._rows.place(self._batches[step - self._start])
 
-    def _evaluate(self, number: int, weights: Weights) -> float | None:
-        """Bits per byte over the part of the held-out text that periodic evaluations read."""
+    def _evaluate(self, number: int, weights: Weights) -> tuple[float | None, bool]:
+        """Bits per byte over the part of the held-out text that periodic evaluations read, and whether the evaluation
+        came to its end before somebody asked the run to stop."""
         with self._tools.clock.book("evaluation"):
-            line = self._evaluator.line(weights, self._data.held_out, max_bytes=self._config.eval_bytes)
+            line = self._evaluator.line(
+                weights,
+                self._data.held_out,
+                max_bytes=self._config.eval_bytes,
+                give_up=lambda: self._tools.stop.hurried,
+            )
+        if line is None:
+            return None, False
         self._tools.writers.write({"step": number, "kind": "eval", **line})
-        return line.get("bits_per_byte")
+        return line.get("bits_per_byte"), True
 
     def _settle(self, weights: Weights, first: int) -> None:
         """Fetches, checks, logs and shows the pending step, if there is one. ``weights`` are those of now: the same as
@@ -223,7 +247,7 @@ class _Stage:
         line = train_line(
             seen,
             self._tools.clock,
-            lr=float(self._schedule(number - 1)),
+            lr=float(seen.lr),
             tokens_per_step=self._config.tokens_per_step,
             flops_per_token=self._flops,
             peak_flops=self._tools.peak_flops,
@@ -282,14 +306,22 @@ class Evaluator:
         self._rows = Rows(stage, mesh)
 
     def line(
-        self, weights: Weights, held_out: dict[str, Callable[..., HeldOutBatches]], *, max_bytes: int | None = None
-    ) -> dict[str, Any]:
+        self,
+        weights: Weights,
+        held_out: dict[str, Callable[..., HeldOutBatches]],
+        *,
+        max_bytes: int | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any] | None:
         """The fields of an `eval` line: bits per byte over all text and by source, and nats per token of what is no
-        text. ``max_bytes`` bounds the bytes of each source."""
+        text. ``max_bytes`` bounds the bytes of each source. None once ``give_up`` says so, asked before each batch."""
         bits, sizes, nats = {}, {}, {}
         for name, make in held_out.items():
             batches = make(max_bytes=max_bytes)
-            total, tokens = self.totals(weights, batches)
+            sums = self.totals(weights, batches, give_up=give_up)
+            if sums is None:
+                return None
+            total, tokens = sums
             if batches.bytes:
                 bits[name], sizes[name] = total / math.log(2), batches.bytes
             else:
@@ -300,9 +332,14 @@ class Evaluator:
             line["bits_per_byte_by_source"] = {name: bits[name] / sizes[name] for name in bits}
         return line | ({"nats_per_token_by_source": nats} if nats else {})
 
-    def totals(self, weights: Weights, batches: HeldOutBatches) -> tuple[float, float]:
+    def totals(
+        self, weights: Weights, batches: HeldOutBatches, *, give_up: Callable[[], bool] = lambda: False
+    ) -> tuple[float, float] | None:
         """Summed nats of all predicted tokens, and their summed weight."""
-        local = self._rows.local(batches)
-        found = [self._step(weights, self._rows.place(local[i])) for i in range(len(local))]
+        local, found = self._rows.local(batches), []
+        for number in range(len(local)):
+            if give_up():
+                return None
+            found.append(jax.block_until_ready(self._step(weights, self._rows.place(local[number]))))
         sums = np.array(jax.device_get([(stats.nats, stats.weight) for stats in found]), np.float64).sum(axis=0)
         return float(sums[0]), float(sums[1])

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from k3jax import placement, runtime
 from k3jax.checkpoint import CheckpointError, Checkpoints
 from k3jax.exits import Exit
-from k3jax.loop import Rows, compile_step
+from k3jax.loop import Rows, compile_step, fresh_guard
 from k3jax.metrics import iterate_metrics, plain
 from k3jax.run_folder import read_json
 from k3jax.step import TrainState
@@ -64,6 +64,8 @@ def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = No
         _, first = checkpoints.load(chosen, shardings=shardings)
         _, second = checkpoints.load(chosen, shardings=shardings)
     number = config.stage_number(chosen)
+    if number and chosen == config.stages[number - 1].start:
+        first, second = (state._replace(guard=fresh_guard(config, shardings)) for state in (first, second))
     stage, start = config.at(number), config.stages[number - 1].start if number else 0
     rows = Rows(stage, mesh)
     batch = rows.place(rows.local(OpenData(config)(number).batches)[chosen - start])

@@ -15,7 +15,7 @@ from k3jax.data import Batch
 from k3jax.loss import LossStats, chunked_cross_entropy
 from k3jax.model import balancing, weights
 from k3jax.model.weights import Tree, Weights
-from k3jax.optim import build_optimizer, qk_clip, update_rms
+from k3jax.optim import build_optimizer, make_schedule, qk_clip, update_rms
 from k3jax.run_config import TrainConfig
 
 
@@ -48,6 +48,7 @@ class StepMetrics(NamedTuple):
     grad_norm_by_role: dict[str, Array]
     param_norm_by_role: dict[str, Array]
     update_rms: dict[str, Array]
+    lr: Array
     verdict: guard.Verdict
     layers: dict[str, Array]
 
@@ -150,10 +151,16 @@ def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[Tr
         grad_norm_by_role=grad_norms,
         param_norm_by_role=observe.norms_by_role(kept[0].params, meta),
         update_rms=rms,
+        lr=make_schedule(config.optimizer.schedule, config.steps)(_updates_made(state.opt_state)),
         verdict=verdict,
         layers=observe.layer_metrics(reports, router_before=state.weights.router, router_after=kept[0].router),
     )
     return TrainState(state.step + (state.guard.halted == 0), *kept, guards, state.key), metrics
+
+
+def _updates_made(opt_state: Any) -> Array:
+    """How many updates the optimizer has counted, which is what its schedule reads: skipped steps are none."""
+    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
 def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):

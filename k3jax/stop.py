@@ -20,8 +20,8 @@ class StopRequest:
     Python runs signal handlers between two of its own instructions, which compiling a large program can put off for
     minutes. A thread hears of the signal at once, and inside :meth:`nothing_to_save` ends the process by itself.
 
-    Where several processes train together, a SIGTERM to any of them is agreed on through JAX's preemption service, and
-    all stop after the same step.
+    Where several processes train together, a SIGTERM or a Ctrl-C to any of them is agreed on through JAX's preemption
+    service, and all stop after the same step.
     """
 
     def __init__(self):
@@ -59,14 +59,21 @@ class StopRequest:
 
     def at_step(self, step: int) -> Exit | None:
         """With what exit code to stop after this step, alike in all processes; None is to go on."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            return Exit.PREEMPTED
-        return self.exit
+        if jax.process_count() == 1:
+            return self.exit
+        return Exit.PREEMPTED if multihost_utils.reached_preemption_sync_point(step) else None
+
+    @property
+    def hurried(self) -> bool:
+        """Somebody waits for this process, and no other has to agree on what it leaves out."""
+        return self.exit is not None and jax.process_count() == 1
 
     def _handle(self, number: int, _) -> None:
         if self.exit is Exit.INTERRUPTED and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.exit = SIGNALS[number]
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _listen(self) -> None:
         while data := os.read(self._read, 1):

@@ -19,13 +19,14 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 from k3jax import accounting, config_io, peak, placement, presets, report, runtime, sampling
-from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError
+from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError, check_paths
 from k3jax.config import ConfigError
 from k3jax.data import DataError
 from k3jax.data.load import load_data
 from k3jax.data.tokenizers import make_tokenizer
 from k3jax.exits import Exit
 from k3jax.loop import Evaluator, NonFiniteError, SpikeError, StageData, Stopped, Tools, run_stages
+from k3jax.metrics import iterate_metrics
 from k3jax.model.weights import Weights
 from k3jax.progress import Progress
 from k3jax.run_config import TrainConfig
@@ -76,7 +77,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
     run.mkdir(parents=True, exist_ok=True)
     clock = Clock(began=time.time() - runtime.seconds_since_start())
     with (
-        RunLock(run) if jax.process_index() == 0 else contextlib.nullcontext(),
+        _lock(run),
         StopRequest() as stop,
         Checkpoints(run, keep=config.keep) as checkpoints,
         Progress(config.steps, first=min(checkpoints.latest() or 0, config.steps)) as progress,
@@ -84,16 +85,19 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
         progress.phase("reading the data")
         open_data = OpenData(config)
         with stop.nothing_to_save(), clock.book("data"):
-            identity = open_data(0).identity
+            identities = [open_data(number).identity for number in range(len(config.stages) + 1)]
         progress.phase("preparing the weights")
         with stop.nothing_to_save(), clock.book("restore"):
-            state, shardings, restored = _start(config, checkpoints, options, identity)
-        if restored is not None and restored.step == config.steps and (run / "summary.json").exists():
-            return read_json(run / "summary.json")
+            state, shardings, restored = _start(config, run, checkpoints, options, identities)
+        summary = read_json(run / "summary.json")
+        if restored is not None and restored.step == summary.get("steps") == config.steps:
+            if jax.process_index() == 0 and not (run / "report.html").exists():
+                report.write_report(run)
+            return summary
         step = None if restored is None else restored.step
         described = config_io.to_dict(config)
         with Writers(run, options.trackers, clock=clock, resume_step=step or 0, config=described) as writers:
-            _record(config, run, options, identity, restored, writers)
+            _record(config, run, options, identities[0], restored, writers)
             tools = Tools(
                 run,
                 options.mesh,
@@ -106,23 +110,48 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
                 peak_flops=peak.of_devices(run).flops_per_second,
                 profile=options.profile,
                 dump_hlo=options.dump_hlo,
+                owed=restored.step if restored is not None and restored.position.get("owed") else None,
                 workers=options.workers,
             )
             state = run_stages(config, state, open_data, tools)
             checkpoints.wait()
-            return _finish(config, state, open_data(len(config.stages)), open_data.baselines(), tools)
+            with stop.nothing_to_save():
+                return _finish(config, state, open_data(len(config.stages)), open_data.baselines(), tools)
+
+
+@contextlib.contextmanager
+def _lock(run: pathlib.Path):
+    """The run's folder for this run alone; all processes are told if another has it."""
+    lock, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            lock = RunLock(run)
+        except BusyError as error:
+            problem = str(error)
+    problem = runtime.from_first_process(problem)
+    if problem is not None:
+        raise BusyError(problem)
+    with lock or contextlib.nullcontext():
+        yield
 
 
 def _start(
-    config: TrainConfig, checkpoints: Checkpoints, options: Options, fingerprint: str
+    config: TrainConfig, run: pathlib.Path, checkpoints: Checkpoints, options: Options, identities: list[str]
 ) -> tuple[TrainState, TrainState | None, Restored | None]:
-    """The state to begin with, where its arrays lie, and what was restored."""
+    """The state to begin with, where its arrays lie, and what was restored. ``identities``: of each stage's data."""
+    check_paths(config, options.allow)
     shardings = None if options.mesh is None else placement.state_shardings(config, options.mesh)
     if checkpoints.latest() is None:
+        _refuse_lost_checkpoints(config, run)
         state = init_state(config)
         return (state if shardings is None else placement.put(state, shardings)), shardings, None
     restored = checkpoints.restore(config, allow=options.allow, shardings=shardings)
+    if options.profile and options.profile.stop - 1 <= restored.step:
+        raise ConfigError(
+            f"--profile ends with step {options.profile.stop - 1}, but step {restored.step} is made already"
+        )
     before = restored.position.get("corpus")
+    fingerprint = identities[min(restored.position.get("stage", 0), len(config.stages))]
     if before != fingerprint and "data" not in options.allow:
         raise CheckpointError(
             f"{checkpoints.path(restored.step)} was trained on the corpus {before}, but the files now are the corpus "
@@ -131,11 +160,25 @@ def _start(
     return restored.state, shardings, restored
 
 
+def _refuse_lost_checkpoints(config: TrainConfig, run: pathlib.Path) -> None:
+    """Raises CheckpointError where a run has come too far to have left no checkpoint: a folder that is not mounted
+    must not begin the run again, over its own curve."""
+    path = run / "metrics.jsonl"
+    steps = [line["step"] for line in iterate_metrics(path) if line["kind"] == "train"] if path.exists() else []
+    # The second save waits for the first to be complete.
+    if max(steps, default=0) > 2 * config.checkpoint_every or (run / "summary.json").exists():
+        raise CheckpointError(
+            f"{run} has come to step {max(steps, default=config.steps)}, but {run / 'checkpoints'} holds no complete "
+            "checkpoint: bring them back, or choose another folder with --run"
+        )
+
+
 def _record(
     config: TrainConfig, run: pathlib.Path, options: Options, identity: str, restored: Restored | None, writers: Writers
 ) -> None:
     """What this process is and where it starts, for whoever reads the folder."""
     if jax.process_index() == 0:
+        (run / "summary.json").unlink(missing_ok=True)  # of a run that ended before this one, at fewer steps
         write_json(run / "config.json", config_io.to_dict(config))
         mesh = "" if options.mesh is None else placement.mesh_text(options.mesh)
         write_json(run / "environment.json", {**runtime.environment(), "corpus": identity, "mesh": mesh})
@@ -187,7 +230,8 @@ class OpenData:
         shape = dict(length=stage.seq_len, batch=stage.batch, packing=stage.packing)
         # Another order in each stage: one that goes on with the same source must not begin again with the same rows.
         batches = data.batches(seed=(stage.seed + number) % 2**32, **shape)
-        return StageData(batches, data.held_out(**shape), data.fingerprint, data.bytes_per_token())
+        held_out = data.held_out(**shape)
+        return StageData(batches, held_out, data.fingerprint, data.bytes_per_token(), data.skipped())
 
     def baselines(self) -> dict[str, dict[str, float]]:
         """Bits per byte of general compressors on the held-out text of the last stage, of its first source of text."""
@@ -243,6 +287,7 @@ CODES: dict[type[BaseException], Exit] = {
     StorageError: Exit.STORAGE,
     CheckpointError: Exit.CHECKPOINT,
     DataError: Exit.DATA,
+    ConnectionError: Exit.PEERS,
     ConfigError: Exit.CONFIGURATION,
     report.ReportError: Exit.CONFIGURATION,
     OSError: Exit.STORAGE,

@@ -17,11 +17,12 @@ import pytest
 
 from k3jax import config as c
 from k3jax import config_io, placement, resume_check, train
-from k3jax.checkpoint import Checkpoints, StorageError
+from k3jax.checkpoint import CheckpointError, Checkpoints, StorageError
 from k3jax.config_data import Mixture, TextFolder, Weighted
 from k3jax.data import DataError
 from k3jax.data.order import Batches
 from k3jax.exits import Exit
+from k3jax.loop import Evaluator, Stopped
 from k3jax.metrics import read_metrics
 from k3jax.run_config import Keep, Stage
 from k3jax.run_folder import BusyError, RunLock
@@ -95,7 +96,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(micro, tmp_path):
         assert (last["event"], last["reason"]) == ("stopped", code.name.lower())
         with Checkpoints(run, create=False) as checkpoints:
             assert checkpoints.latest() == last["step"] == max(kill_run.training_steps(run))
-    assert [e["step"] for e in events(run) if e["event"] == "resume"] == [events(run)[-3]["step"]]
+    stopped, _ = [event["step"] for event in events(run) if event["event"] == "stopped"]
+    assert [event["step"] for event in events(run) if event["event"] == "resume"] == [stopped]
 
 
 def test_killed_runs_end_like_one_left_alone(tmp_path):
@@ -182,6 +184,7 @@ def test_checkpoints_stay_by_policy(micro, halfway, tmp_path):
     run = tmp_path / "kept"
     shutil.copytree(halfway, run)
     shutil.rmtree(run / "checkpoints" / "3")
+    (run / "metrics.jsonl").unlink()
     config = c.replace(micro, checkpoint_every=1, eval_every=1, keep=Keep(last=1, every=4, best=1))
     train.train(config, run)
     bits = {
@@ -233,7 +236,7 @@ def test_stages_survive_a_stop_at_and_between_their_boundaries(micro, text, tmp_
         position = checkpoints.restore(config).position
     assert position["stage"] == 3
     assert {name: source["rows"] for name, source in position["data"]["sources"].items()} == {"all": 1, "even": 1}
-    for kept in (4, 5):
+    for kept in (4, 7):
         run = tmp_path / f"from{kept}"
         shutil.copytree(whole, run)
         for step in range(kept + 1, 9):
@@ -292,3 +295,76 @@ def test_a_run_goes_on_in_two_processes(on_eight):
         found = json.loads(printed.splitlines()[-1])
         assert found["batch"] == expected["batch"]
         assert found["nats"] == pytest.approx(expected["nats"], rel=1e-6)
+
+
+@pytest.mark.xdist_group("halfway")
+def test_a_longer_run_does_not_take_the_old_summary_for_its_own(micro, halfway, tmp_path):
+    run = tmp_path / "longer"
+    shutil.copytree(halfway, run)
+    (run / "summary.json").write_text(json.dumps({"steps": 3}))
+    with pytest.raises(CheckpointError, match=r"past the end of a run of 2 steps"):
+        train.train(c.replace(micro, steps=2), run, train.Options(allow=("steps",)))
+    assert train.train(micro, run)["steps"] == 6
+
+
+@pytest.mark.xdist_group("halfway")
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(micro, halfway, tmp_path):
+    run = tmp_path / "unmounted"
+    shutil.copytree(halfway, run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").write_text(json.dumps({"steps": 6}))
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"has come to step 6, but .*checkpoints holds no complete checkpoint"):
+        train.train(micro, run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.xdist_group("halfway")
+def test_a_misspelt_path_that_may_change_is_refused(micro, halfway):
+    with pytest.raises(c.ConfigError, match=r"--allow_change=optimzer: .*did you mean 'optimizer'"):
+        train.train(micro, halfway, train.Options(allow=("optimzer",)))
+
+
+@pytest.mark.xdist_group("halfway")
+@pytest.mark.parametrize("content", ["[]", "{}", '{"state/d": 3}', "no json"])
+def test_checksums_that_cannot_be_read_are_damage(micro, halfway, tmp_path, content):
+    run = tmp_path / "spoilt"
+    shutil.copytree(halfway, run)
+    (run / "checkpoints" / "3" / "checksums.json").write_text(content)
+    with (
+        Checkpoints(run, create=False) as checkpoints,
+        pytest.raises(CheckpointError, match=r"3 is damaged: checksums"),
+    ):
+        checkpoints.load()
+
+
+@pytest.mark.xdist_group("halfway")
+def test_a_checkpoint_under_another_step_is_damage(halfway, tmp_path):
+    run = tmp_path / "renamed"
+    shutil.copytree(halfway, run)
+    (run / "checkpoints" / "3").rename(run / "checkpoints" / "5")
+    with (
+        Checkpoints(run, create=False) as checkpoints,
+        pytest.raises(CheckpointError, match=r"5 is damaged: .* step 3"),
+    ):
+        checkpoints.load()
+
+
+@pytest.mark.xdist_group("halfway")
+def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(micro, halfway, tmp_path, monkeypatch):
+    """The signal comes inside the evaluation of step four; the curve is that of a run left alone."""
+
+    def line(self, *arguments, **settings):
+        if settings.get("max_bytes") and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return evaluate(self, *arguments, **settings)
+
+    run, sent, evaluate = tmp_path / "evaluating", [], Evaluator.line
+    shutil.copytree(halfway, run)
+    monkeypatch.setattr(Evaluator, "line", line)
+    with pytest.raises(Stopped, match="saved after step 4"):
+        train.train(micro, run)
+    train.train(micro, run)
+    evals = [[line for line in read_metrics(r / "metrics.jsonl") if line["kind"] == "eval"] for r in (halfway, run)]
+    assert [line["step"] for line in evals[1]] == [4, 6]
+    assert [line["bits_per_byte"] for line in evals[0]] == [line["bits_per_byte"] for line in evals[1]]
