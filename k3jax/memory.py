@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from k3jax import config_io, presets, runtime, step
+from k3jax import config_io, presets, runtime, sharding, step
 from k3jax.config import ConfigError, ModelConfig
 from k3jax.data import Batch
 from k3jax.model import weights
@@ -116,9 +116,7 @@ def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
     mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
     for config in configs:
         args = (*step.abstract_state(config).weights, step.abstract_batch(config))
-        args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), args
-        )
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)), args)
         loss = partial(step.loss_fn, config=config, count=jnp.float32(1))
         gradient = jax.grad(lambda params, router, batch, loss=loss: loss(params, router, batch=batch)[0])
         with jax.set_mesh(mesh):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -100,8 +101,15 @@ def environment() -> dict[str, str]:
         "device": f"{len(devices)} x {devices[0].device_kind}",
         "cores": str(os.cpu_count()),
         "commit": commit(),
-        "command": " ".join(sys.argv),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """This process's command, to be pasted."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["python", "-m", spec.name] if spec else ["python", sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def commit() -> str:

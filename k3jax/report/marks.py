@@ -9,7 +9,7 @@ from k3jax.report.axis import Axis
 from k3jax.report.run import Event, Run
 
 Kind = Literal["bad", "stop", "stage", "other"]
-QUIET = ("checkpoint", "start", "end")  # too ordinary for a mark
+QUIET = ("checkpoint", "saved", "data", "start", "end")  # too ordinary for a mark
 NAMES: dict[Kind, str] = {"bad": "skipped step", "stop": "stop or restart", "stage": "new stage", "other": "event"}
 
 
