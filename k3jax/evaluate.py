@@ -4,10 +4,12 @@
     python -m k3jax.evaluate runs/nano --tasks "Needle(lengths=(256, 512)), PermutationTracking(degree=2)" --step 360
 
 Without ``--tasks`` the tasks are those that the run was trained on. The result is ``evaluation.json`` in the run
-folder, and ``evaluation.png`` with the curves of the tasks.
+folder, and ``evaluation.png`` with the curves of the tasks. Text must be that of the training, unless
+``--allow_change=data`` is given: held-out text of other files may have been trained on.
 """
 
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,10 @@ from absl import app, flags
 
 from k3jax import config_io, runtime
 from k3jax.checkpoint import CheckpointError, Checkpoints
-from k3jax.config_data import Mixture, Source
+from k3jax.config_data import Mixture, Source, reads_text
 from k3jax.config_tasks import Task, check_fits
-from k3jax.data.load import load_data
+from k3jax.data import DataError
+from k3jax.data.load import Data, load_data
 from k3jax.evaluation import Predict, bits_per_byte, measure, predictor
 from k3jax.evaluation.figure import figure_png
 from k3jax.evaluation.table import table
@@ -55,6 +58,7 @@ def evaluate_run(
     step: int | None = None,
     examples: int = 64,
     max_bytes: int | None = None,
+    allow: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluates a checkpoint of a run and writes ``evaluation.json`` and ``evaluation.png`` into its folder.
 
@@ -62,19 +66,22 @@ def evaluate_run(
       tasks: what to measure; None for those the run was trained on.
       step: of the checkpoint, by default the newest.
       examples, max_bytes: see :func:`evaluate`.
+      allow: with "data" in it, text that is not what the checkpoint was trained on is evaluated all the same.
 
     Returns:
       what is in ``evaluation.json``: {"step", "commit"} and the result of :func:`evaluate`.
 
     Raises:
       CheckpointError: there is no such run or step, or it is damaged.
-      ConfigError: a task needs more tokens than the model has. DataError: the text of the run cannot be read.
+      ConfigError: a task needs more tokens than the model has. DataError: the text of the run cannot be read, or
+        it changed.
     """
     with Checkpoints(run, create=False) as checkpoints:
         config, state = checkpoints.load(step)
-    made = int(state.step)
+        made = int(state.step)
+        corpus = None if "data" in allow else checkpoints.position(made).get("corpus")
     config = config.at(config.stage_number(max(made - 1, 0)))
-    found = evaluate(config, state.weights, tasks=tasks, examples=examples, max_bytes=max_bytes)
+    found = evaluate(config, state.weights, tasks=tasks, examples=examples, max_bytes=max_bytes, corpus=corpus)
     record = {"step": made, "commit": runtime.commit(), **found}
     write_json(run / "evaluation.json", record)
     if record["tasks"]:
@@ -89,6 +96,7 @@ def evaluate(
     tasks: tuple[Task, ...] | None = None,
     examples: int = 64,
     max_bytes: int | None = None,
+    corpus: str | None = None,
 ) -> dict[str, Any]:
     """Measures a model on the held-out text of its run and on tasks, as JSON types.
 
@@ -100,31 +108,40 @@ def evaluate(
       tasks: what to measure; None for those among the sources of the run.
       examples: for each cell of a task.
       max_bytes: of held-out text for each source, None for all of it.
+      corpus: fingerprint that the data must have where there is text, None for any.
 
     Returns:
       {"sources": {name: see :func:`bits_per_byte`}, "tasks": [see :func:`measure`]}.
+
+    Raises:
+      ConfigError: a task needs more tokens than the model has. DataError: the text cannot be read, or is another one.
     """
     tasks = tasks_of(config.data) if tasks is None else tasks
     for task in tasks:
         check_fits(task, config.model.vocab)
+    data = load_data(config.data, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
+    if corpus not in (None, data.fingerprint) and reads_text(config.data):
+        raise DataError(
+            f"the checkpoint was trained on the corpus {corpus}, but the files now are the corpus {data.fingerprint}: "
+            "what is held out now may have been trained on; to evaluate it all the same: --allow_change=data"
+        )
     predict = predictor(config.model, weights, chunk=config.loss_chunk)
     length = max([config.seq_len, *(task.lengths[-1] for task in tasks)])
     shape = dict(length=length, batch=max(1, config.tokens_per_step // length))
     return {
-        "sources": _sources(config, predict, max_bytes),
+        "sources": _sources(config, data, predict, max_bytes),
         "tasks": [measure(task, predict, examples=examples, seed=config.seed, **shape) for task in tasks],
     }
 
 
-def _sources(config: TrainConfig, predict: Predict, max_bytes: int | None) -> dict[str, dict[str, float]]:
+def _sources(config: TrainConfig, data: Data, predict: Predict, max_bytes: int | None) -> dict[str, dict[str, float]]:
     """Held-out results of every source that is text."""
-    data = load_data(config.data, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
     held_out = data.held_out(length=config.seq_len, batch=config.batch, packing=config.packing)
     batches = {name: make(max_bytes=max_bytes) for name, make in held_out.items() if _is_text(data, name)}
     return {name: bits_per_byte(predict, found, found.bytes) for name, found in batches.items()}
 
 
-def _is_text(data, name: str) -> bool:
+def _is_text(data: Data, name: str) -> bool:
     return any(part.name == name and part.held_out.bytes.any() for part in data.parts)
 
 
@@ -141,6 +158,7 @@ def main(argv: list[str]) -> None:
             step=args.step,
             examples=args.examples,
             max_bytes=args.max_bytes,
+            allow=tuple(args.allow_change),
         )
     except (ValueError, OSError, CheckpointError) as error:
         raise SystemExit(f"k3jax.evaluate: {error}") from error
@@ -153,4 +171,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("step", None, "of the checkpoint; default the newest")
     flags.DEFINE_integer("examples", 64, "for each length (and pairs, or depth) of a task", lower_bound=1)
     flags.DEFINE_integer("max_bytes", None, "of held-out text for each source; default all", lower_bound=1)
+    flags.DEFINE_multi_enum("allow_change", [], ["data"], "data: evaluate text that changed since the training")
     app.run(main)

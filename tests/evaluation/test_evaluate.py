@@ -1,6 +1,7 @@
 """A checkpoint evaluated from the command line on, and every way to ask for one that is not there."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ from k3jax import config_tasks as ct
 from k3jax import evaluate, presets, step
 from k3jax.checkpoint import CheckpointError, Checkpoints
 from k3jax.config import ConfigError
+from k3jax.data import DataError
+from k3jax.data.load import load_data
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,9 @@ def run(config, tmp_path_factory):
     """A run that has made no step."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
     run.mkdir()
+    data = load_data(config.data, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
     with Checkpoints(run) as checkpoints:
-        checkpoints.save(config, step.init_state(config), {})
+        checkpoints.save(config, step.init_state(config), {"corpus": data.fingerprint})
     return run
 
 
@@ -86,6 +90,22 @@ def test_tasks_are_written_as_in_configurations():
 def test_a_task_with_more_tokens_than_the_model_is_refused(config):
     with pytest.raises(ConfigError, match=r"MultiQueryRecall uses 8192 tokens.*only 258"):
         evaluate.evaluate(config, None, tasks=(ct.MultiQueryRecall(),))
+
+
+def test_text_that_changed_since_the_training_is_refused_unless_allowed(config, run, monkeypatch):
+    """Tasks, which depend on nothing outside the configuration, are not compared."""
+    monkeypatch.setattr(evaluate, "_sources", lambda *_: {})
+    more = pathlib.Path(config.data.parts[0].source.path, "more.txt")
+    assert evaluate.evaluate_run(run, tasks=())["step"] == 0
+    more.write_text("more")
+    try:
+        with pytest.raises(DataError, match=r"trained on the corpus \w+, but the files now are .*--allow_change=data"):
+            evaluate.evaluate_run(run, tasks=())
+        assert evaluate.evaluate_run(run, tasks=(), allow=("data",))["step"] == 0
+    finally:
+        more.unlink()
+    only_tasks = c.replace(config, data=ct.Copy(vocab=16, lengths=(8,), examples=4))
+    assert evaluate.evaluate(only_tasks, None, tasks=(), corpus="another") == {"sources": {}, "tasks": []}
 
 
 def test_runs_and_steps_that_are_not_there_are_named(run, tmp_path):
