@@ -5,6 +5,7 @@ python -m k3jax.memory --config nano
 python -m k3jax.memory --config attnres_194m --set batch=1 --topology v5p:2x2x1
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -36,7 +37,7 @@ POLICIES = (
     "full",
 )
 
-HEADER = """| policy | kept per token, bytes | on the host | temporaries, MB | on the host | step, s | ratio |
+HEADER = """| policy | kept per token, bytes | of it on the host | temporaries, MB | of the host, MB | step, s | ratio |
 | --- | --- | --- | --- | --- | --- | --- |"""
 
 
@@ -88,7 +89,10 @@ def measure(configs: list[TrainConfig], rounds: int) -> Iterator[Cost]:
     rows = np.random.default_rng(0).integers(0, first.model.vocab, (first.batch, first.seq_len + 1), dtype=np.int32)
     zeros, ones = np.zeros_like(rows[:, 1:]), np.ones(rows[:, 1:].shape, np.float32)
     batch = Batch(rows[:, :-1], rows[:, 1:], zeros, ones)
-    compiled = [step.lower_train_step(config).compile(runtime.compiler_options()) for config in configs]
+    compiled = []
+    for number, config in enumerate(configs, 1):
+        print(f"compiling the step under policy {number} of {len(configs)}: {config.model.remat}", file=sys.stderr)
+        compiled.append(step.lower_train_step(config).compile(runtime.compiler_options()))
     seconds = np.zeros((rounds, len(configs)))
     for times in seconds:
         for index, run in enumerate(compiled):
