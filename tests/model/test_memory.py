@@ -212,18 +212,20 @@ def _difference(got, want):
 
 
 def test_policies_give_the_same_values_and_gradients(tiny, assert_close):
-    """Values bit for bit; gradients to float32 rounding, and with FP8 within 5 %, but not to rounding: it is in use.
+    """Values bit for bit; gradients to float32 rounding. With FP8 within 5 % for weights of an ordinary size, within
+    25 % for those of this model, which are four times as large, and not to rounding: it is in use.
 
     The policies none and dots: tests/model/test_transformer.py.
     """
     model = c.replace(tiny, layers=2, full_attention=(), dense_layers=0, residual=c.BlockAttnRes(1), remat="full")
-    weights_ = weights.init(model, 0)
-    values, grads = _value_and_grad(model, weights_)
     host, fp8 = c.Save(("layer_input", *ALL), "host"), c.Save(storage="fp8_host")
-    for policy in (host, fp8):
+    large, ordinary = weights.init(model, 0), weights.init(c.replace(model, init_std=0.05), 0)
+    for weights_, policy, bound in ((large, host, None), (large, fp8, 0.25), (ordinary, fp8, 0.05)):
+        values, grads = _value_and_grad(model, weights_)
         got, got_grads = _value_and_grad(c.replace(model, remat=policy), weights_)
         jax.tree.map(np.testing.assert_array_equal, got, values)
-        if policy == host:
+        if bound is None:
             assert_close(got_grads, grads, 1e-5)
         else:
-            assert 1e-3 < _difference(got_grads, grads) < 5e-2
+            assert 1e-4 < _difference(got_grads, grads) < bound
+
