@@ -221,10 +221,9 @@ class Checkpoints:
 
     def _problem(self, step: int) -> str | None:
         """What is wrong with the files of a step, found on one host and told to all."""
-        problem = None
-        if jax.process_index() == 0:
-            problem = check_files(self.folder / str(step)) or self._check_step(step)
-        return runtime.from_first_process(problem)
+        problem = check_files(self.folder / str(step)) if jax.process_index() == 0 else None
+        # Reading an item is a step that all processes take together.
+        return runtime.from_first_process(problem) or self._check_step(step)
 
     def _check_step(self, step: int) -> str | None:
         """What is wrong with what a checkpoint says of itself, or None."""
