@@ -80,10 +80,8 @@ class MultiQueryRecall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Palindrome:
-    """Random symbols, a separator, and the symbols again in reverse (arXiv 2510.26692, synthetic tests).
-
-    The lengths are published, the 63 symbols are our choice. The separator is the last id.
+class _TwoHalves:
+    """Random symbols, a separator, and the symbols again. The separator is the last id.
 
     Attributes:
       vocab: token ids in use, the separator among them.
@@ -101,16 +99,14 @@ class Palindrome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
-    """Random symbols, a separator, and the symbols again in order; fields as for :class:`Palindrome`."""
+class Palindrome(_TwoHalves):
+    """The second half in reverse (arXiv 2510.26692, synthetic tests). The lengths are published, the 63 symbols are our
+    choice."""
 
-    vocab: int = 64
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    examples: int = 100_000
-    held_out: float = 0.03
 
-    def __post_init__(self):
-        _check_halves(self)
+@dataclass(frozen=True, kw_only=True)
+class Copy(_TwoHalves):
+    """The second half in order."""
 
 
 @dataclass(frozen=True, kw_only=True)

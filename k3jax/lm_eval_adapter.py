@@ -71,7 +71,7 @@ class K3LM(TemplateLM):
         """
         with Checkpoints(pathlib.Path(run), create=False) as checkpoints:
             config, state = checkpoints.load(step)
-        length = max_length or config.at(len(config.stages)).seq_len
+        length = max_length or config.at(config.last_stage).seq_len
         tokenizer = make_tokenizer(config.tokenizer)
         return cls(
             config.model, state.weights, tokenizer, max_length=length, batch=batch, chunk=min(length, config.loss_chunk)

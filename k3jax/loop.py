@@ -91,9 +91,8 @@ def run_stages(
     Raises:
       NonFiniteError, SpikeError, Stopped: see there. StorageError: a checkpoint could not be written.
     """
-    for number in range(config.stage_number(min(int(state.step), config.steps - 1)), len(config.stages) + 1):
-        start = config.stages[number - 1].start if number else 0
-        end = config.stages[number].start if number < len(config.stages) else config.steps
+    for number in range(config.stage_number(min(int(state.step), config.steps - 1)), config.last_stage + 1):
+        start, end = config.bounds(number)
         if int(state.step) >= end:
             continue
         tools.progress.phase("reading the data")
@@ -102,7 +101,7 @@ def run_stages(
         if number and int(state.step) == start:
             state = state._replace(guard=fresh_guard(config, tools.shardings))
             tools.writers.write({"step": start + 1, "kind": "event", "event": "stage", "stage": number})
-        state = _Stage(config, number, start, end, data, tools).run(state)
+        state = _Stage(config, number, data, tools).run(state)
     return state
 
 
@@ -122,11 +121,12 @@ def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings
 
 
 class _Stage:
-    """The steps of one stage: after step ``start`` up to ``end``."""
+    """The steps of one stage."""
 
-    def __init__(self, config: TrainConfig, number: int, start: int, end: int, data: StageData, tools: Tools):
+    def __init__(self, config: TrainConfig, number: int, data: StageData, tools: Tools):
         self._config, self._stage, self._number = config, config.at(number), number
-        self._start, self._end, self._data, self._tools = start, end, data, tools
+        self._start, self._end = config.bounds(number)
+        self._data, self._tools = data, tools
         self._rows = Rows(self._stage, tools.mesh)
         self._batches = self._rows.local(data.batches)
         self._flops = model_flops_per_token(config.model, self._stage.seq_len)
@@ -338,8 +338,10 @@ class Evaluator:
         """Summed nats of all predicted tokens, and their summed weight."""
         local, found = self._rows.local(batches), []
         for number in range(len(local)):
+            # One batch stays under way, so that the device never waits for the question.
+            jax.block_until_ready(found[-2:-1])
             if give_up():
                 return None
-            found.append(jax.block_until_ready(self._step(weights, self._rows.place(local[number]))))
+            found.append(self._step(weights, self._rows.place(local[number])))
         sums = np.array(jax.device_get([(stats.nats, stats.weight) for stats in found]), np.float64).sum(axis=0)
         return float(sums[0]), float(sums[1])

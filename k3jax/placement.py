@@ -67,7 +67,7 @@ def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
 
 
 def _stages(config: TrainConfig) -> list[TrainConfig]:
-    return [config.at(number) for number in range(len(config.stages) + 1)]
+    return [config.at(number) for number in range(config.last_stage + 1)]
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -14,6 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh
@@ -62,11 +63,11 @@ def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = No
         config = checkpoints.config(chosen)
         shardings = None if mesh is None else placement.state_shardings(config, mesh)
         _, first = checkpoints.load(chosen, shardings=shardings)
-        _, second = checkpoints.load(chosen, shardings=shardings)
     number = config.stage_number(chosen)
-    if number and chosen == config.stages[number - 1].start:
-        first, second = (state._replace(guard=fresh_guard(config, shardings)) for state in (first, second))
-    stage, start = config.at(number), config.stages[number - 1].start if number else 0
+    stage, (start, _) = config.at(number), config.bounds(number)
+    if number and chosen == start:
+        first = first._replace(guard=fresh_guard(config, shardings))
+    second = jax.tree.map(jnp.copy, first)  # a step takes its state away
     rows = Rows(stage, mesh)
     batch = rows.place(rows.local(OpenData(config)(number).batches)[chosen - start])
     compiled = compile_step(stage, first, batch, shardings)

@@ -169,6 +169,16 @@ class TrainConfig:
         """0 for a step before the first of ``stages``, then 1 and so on. ``step`` counts the steps already made."""
         return sum(stage.start <= step for stage in self.stages)
 
+    @property
+    def last_stage(self) -> int:
+        """The number of the last stage; the first is 0."""
+        return len(self.stages)
+
+    def bounds(self, stage: int) -> tuple[int, int]:
+        """After which step a stage begins, and its last step."""
+        starts = (0, *(later.start for later in self.stages), self.steps)
+        return starts[stage], starts[stage + 1]
+
     def at(self, stage: int) -> "TrainConfig":
         """This run with the row length, batch, micro-batches and data of a stage by number."""
         if stage == 0:

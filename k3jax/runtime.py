@@ -1,5 +1,6 @@
 """What every program does before its first computation."""
 
+import functools
 import os
 import pathlib
 import platform
@@ -112,8 +113,10 @@ def _command() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
+@functools.cache
 def commit() -> str:
-    """The commit of the checkout this package runs from, with ``+changes`` if it has any; ``unknown`` elsewhere."""
+    """The commit of the checkout this package runs from, as it is when first asked for, with ``+changes`` if it has
+    any; ``unknown`` elsewhere."""
     root = pathlib.Path(__file__).parent
 
     def git(*args: str) -> str:

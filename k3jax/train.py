@@ -85,7 +85,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
         progress.phase("reading the data")
         open_data = OpenData(config)
         with stop.nothing_to_save(), clock.book("data"):
-            identities = [open_data(number).identity for number in range(len(config.stages) + 1)]
+            identities = [open_data(number).identity for number in range(config.last_stage + 1)]
         progress.phase("preparing the weights")
         with stop.nothing_to_save(), clock.book("restore"):
             state, shardings, restored = _start(config, run, checkpoints, options, identities)
@@ -116,7 +116,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
             state = run_stages(config, state, open_data, tools)
             checkpoints.wait()
             with stop.nothing_to_save():
-                return _finish(config, state, open_data(len(config.stages)), open_data.baselines(), tools)
+                return _finish(config, state, open_data(config.last_stage), open_data.baselines(), tools)
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def _start(
             f"--profile ends with step {options.profile.stop - 1}, but step {restored.step} is made already"
         )
     before = restored.position.get("corpus")
-    fingerprint = identities[min(restored.position.get("stage", 0), len(config.stages))]
+    fingerprint = identities[min(restored.position.get("stage", 0), config.last_stage)]
     if before != fingerprint and "data" not in options.allow:
         raise CheckpointError(
             f"{checkpoints.path(restored.step)} was trained on the corpus {before}, but the files now are the corpus "
@@ -190,8 +190,7 @@ def _finish(config: TrainConfig, state: TrainState, data: StageData, baselines: 
     """Evaluates, samples, sums up and reports a run that came to its last step."""
     tools.progress.phase("evaluating all held-out text")
     with tools.clock.book("evaluation"):
-        stage = config.at(len(config.stages))
-        line = Evaluator(stage, tools.mesh).line(state.weights, data.held_out)
+        line = Evaluator(config.at(config.last_stage), tools.mesh).line(state.weights, data.held_out)
     tools.writers.write({"step": config.steps, "kind": "eval", **line})
     tools.progress.phase("sampling")
     sample = _sample(config, state.weights)
@@ -224,8 +223,12 @@ class OpenData:
         self._load = functools.cache(
             lambda source: load_data(source, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
         )
+        self._stage = functools.cache(self._open)
 
     def __call__(self, number: int) -> StageData:
+        return self._stage(number)
+
+    def _open(self, number: int) -> StageData:
         stage, data = self._config.at(number), self._load(self._config.at(number).data)
         shape = dict(length=stage.seq_len, batch=stage.batch, packing=stage.packing)
         # Another order in each stage: one that goes on with the same source must not begin again with the same rows.
@@ -235,7 +238,7 @@ class OpenData:
 
     def baselines(self) -> dict[str, dict[str, float]]:
         """Bits per byte of general compressors on the held-out text of the last stage, of its first source of text."""
-        return next(iter(self._load(self._config.at(len(self._config.stages)).data).baselines().values()), {})
+        return next(iter(self._load(self._config.at(self._config.last_stage).data).baselines().values()), {})
 
 
 def _sample(config: TrainConfig, weights: Weights) -> str:

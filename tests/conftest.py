@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from k3jax import config as c  # noqa: E402
 from k3jax import runtime  # noqa: E402
 
 runtime.start()
@@ -22,6 +23,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 def goldens() -> pathlib.Path:
     """The committed goldens."""
     return ROOT / "tests" / "goldens"
+
+
+@pytest.fixture(scope="session")
+def micro_model() -> c.ModelConfig:
+    """Three layers: KDA with a dense part, KDA with experts, MLA with experts; two depth blocks."""
+    return c.ModelConfig(
+        vocab=258,
+        dim=16,
+        layers=3,
+        full_attention=(3,),
+        kda=c.KDA(heads=2, head_dim=8, forget_rank=4),
+        mla=c.MLA(heads=2, q_rank=8, kv_rank=8, nope_dim=8, shared_dim=4, v_dim=8),
+        dense_width=24,
+        dense_layers=1,
+        moe=c.MoE(experts=4, active=2, width=8, shared=1, latent=c.Latent(8)),
+        residual=c.BlockAttnRes(2),
+        init_std=0.1,
+        dtype="float32",
+        remat="none",
+    )
 
 
 @pytest.fixture

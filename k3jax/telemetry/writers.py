@@ -69,7 +69,7 @@ class Writers:
         if names or self._state:
             self._remember(names, reached)  # before the lines that tell are removed
         self._metrics = MetricsWriter(path, resume_step=resume_step)
-        self._places = _places(path)
+        self._places = _places(path) if names else {}
         for name in names:
             self._open(name, run, config or {})
         if before:

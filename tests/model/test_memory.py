@@ -228,4 +228,3 @@ def test_policies_give_the_same_values_and_gradients(tiny, assert_close):
             assert_close(got_grads, grads, 1e-5)
         else:
             assert 1e-4 < _difference(got_grads, grads) < bound
-

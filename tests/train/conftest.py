@@ -4,10 +4,8 @@ import pathlib
 
 import pytest
 
-from k3jax import config as c
 from k3jax.config_data import TextFolder
 from k3jax.config_optim import Cosine, Optimizer
-from k3jax.data import ByteTokenizer
 from k3jax.run_config import TrainConfig
 
 
@@ -22,25 +20,10 @@ def text(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def micro(text) -> TrainConfig:
-    """Three layers: KDA with a dense part, KDA with experts, MLA with experts; two depth blocks."""
-    model = c.ModelConfig(
-        vocab=ByteTokenizer.size,
-        dim=16,
-        layers=3,
-        full_attention=(3,),
-        kda=c.KDA(heads=2, head_dim=8, forget_rank=4),
-        mla=c.MLA(heads=2, q_rank=8, kv_rank=8, nope_dim=8, shared_dim=4, v_dim=8),
-        dense_width=24,
-        dense_layers=1,
-        moe=c.MoE(experts=4, active=2, width=8, shared=1, latent=c.Latent(8)),
-        residual=c.BlockAttnRes(2),
-        init_std=0.1,
-        dtype="float32",
-        remat="none",
-    )
+def micro(text, micro_model) -> TrainConfig:
+    """A run of the smallest model with every kind of layer."""
     return TrainConfig(
-        model=model,
+        model=micro_model,
         optimizer=Optimizer(schedule=Cosine(peak=1e-2)),
         data=TextFolder(path=str(text), held_out=0.2),
         seq_len=40,

@@ -1,6 +1,6 @@
 """Kills a short run with SIGKILL again and again, and compares what it ends with with a run left alone.
 
-    python tests/train/kill_run.py --kills 20
+    PYTHONPATH=. python tests/train/kill_run.py --kills 20
 
 Half of the moments lie inside the writing of a checkpoint, the others anywhere from the start of the process on. The
 table says where each process was killed and where the next one went on; the exit code is 0 if all parameters, and
