@@ -11,13 +11,11 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
+from k3jax import grouped, nn
 from k3jax.model import balancing
 from k3jax.model.ffn import GatedFFN, gated
 from k3jax.model.memory import mark
 from k3jax.roles import Role
-
-ROW_BLOCK = 128
 
 
 class Routing(NamedTuple):
@@ -52,15 +50,15 @@ def route(x_ND: Array, router_DE: Array, bias_E: Array, active: int, scale: floa
 def expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, activation) -> Array:
     """``sum_a p_a E_a(z)`` for every token, dropless: [N, L] in z's dtype, products and sum in float32.
 
-    Tokens are sorted by expert and go through grouped matmuls: ``lax.ragged_dot`` on accelerators, and on CPU, where
-    that computes every expert for every row, blocks of rows that belong to one expert each.
+    Tokens are sorted by expert and go through grouped matmuls (:mod:`k3jax.grouped`), on CPU in blocks of rows that
+    belong to one expert each.
     """
     gate, up, down = (w.astype(z_NL.dtype) for w in (gate_ELF, up_ELF, down_ELF))
     args = (z_NL, routing.experts, gate, up, down)
     y_NAL = jax.lax.platform_dependent(
         *args,
-        cpu=lambda *a: _blocked(*a, activation=activation),
-        default=lambda *a: _ragged(*a, activation=activation),
+        cpu=lambda *a: grouped.blocked(*a, activation=activation),
+        default=lambda *a: grouped.ragged(*a, activation=activation),
     )
     mixed = jnp.einsum("nal,na->nl", y_NAL.astype(jnp.float32), routing.weights, precision=jax.lax.Precision.HIGHEST)
     return mixed.astype(z_NL.dtype)
@@ -72,39 +70,6 @@ def dense_expert_mix(z_NL: Array, routing: Routing, gate_ELF, up_ELF, down_ELF, 
     g = jnp.einsum("nl,elf->nef", z_NL, gate_ELF)
     u = jnp.einsum("nl,elf->nef", z_NL, up_ELF)
     return jnp.einsum("nef,elf,ne->nl", gated(activation, g, u), down_ELF, combine_NE)
-
-
-def _ragged(z_NL, experts_NA, gate, up, down, *, activation):
-    """Each token's A expert outputs, [N, A, L], through ragged matmuls over the copies sorted by expert."""
-    N, A = experts_NA.shape
-    order = jnp.argsort(experts_NA.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts_NA.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-    rows = z_NL[order // A]
-    g, u = jax.lax.ragged_dot(rows, gate, sizes), jax.lax.ragged_dot(rows, up, sizes)
-    y = jax.lax.ragged_dot(gated(activation, g, u), down.swapaxes(1, 2), sizes)
-    return y[jnp.argsort(order)].reshape(N, A, -1)
-
-
-def _blocked(z_NL, experts_NA, gate, up, down, *, activation):
-    """The same through equal blocks of rows: every expert has whole blocks, ``N A / block + E`` of them in all."""
-    (N, A), E = experts_NA.shape, gate.shape[0]
-    block = min(ROW_BLOCK, N * A)
-    blocks = -(-N * A // block) + E
-    flat = experts_NA.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=E)
-    padded = -(-sizes // block) * block
-    starts, padded_starts = jnp.cumsum(sizes) - sizes, jnp.cumsum(padded) - padded
-    expert_of_copy = flat[order]
-    row_of_sorted = padded_starts[expert_of_copy] + jnp.arange(N * A) - starts[expert_of_copy]
-    row_of_copy = jnp.zeros(N * A, jnp.int32).at[order].set(row_of_sorted.astype(jnp.int32))
-    token_of_row = jnp.full(blocks * block, N, jnp.int32).at[row_of_sorted].set((order // A).astype(jnp.int32))
-    owner = jnp.searchsorted(jnp.cumsum(padded), jnp.arange(blocks) * block, side="right").clip(0, E - 1)
-    rows = jnp.take(z_NL, token_of_row, axis=0, mode="fill", fill_value=0).reshape(blocks, block, -1)
-    g = jnp.einsum("xnl,xlf->xnf", rows, gate[owner])
-    u = jnp.einsum("xnl,xlf->xnf", rows, up[owner])
-    y = jnp.einsum("xnf,xlf->xnl", gated(activation, g, u), down[owner])
-    return y.reshape(blocks * block, -1)[row_of_copy].reshape(N, A, -1)
 
 
 class MoELayer(nnx.Module):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from k3jax import config as c
-from k3jax.model import moe
+from k3jax import grouped
 from k3jax.model.moe import MoELayer, Routing, dense_expert_mix, expert_mix, route
 
 D, L, F = 7, 6, 5
 ROUTE = jax.jit(route, static_argnums=(3, 4))
-FORMS = {"blocked": moe._blocked, "ragged": moe._ragged}
+FORMS = {"blocked": grouped.blocked, "ragged": grouped.ragged}
 
 
 def _mix(form, z, routing, gate, up, down, activation):
@@ -77,7 +77,7 @@ CASES = {
 def test_every_form_equals_the_dense_loop_in_value_and_gradients(case, assert_close, monkeypatch):
     spec = dict(CASES[case])
     active = spec.pop("active")
-    monkeypatch.setattr(moe, "ROW_BLOCK", spec.pop("block"))
+    monkeypatch.setattr(grouped, "ROW_BLOCK", spec.pop("block"))
     inputs = _inputs(**spec)
     want = _value_and_grads(dense_expert_mix, *inputs, active=active)
     for form in FORMS:

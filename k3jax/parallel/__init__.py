@@ -1,0 +1,1 @@
+"""What runs inside ``jax.shard_map``, each function equal to its counterpart on one device."""
