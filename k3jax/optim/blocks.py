@@ -19,6 +19,7 @@ class BlockLayout:
 
     permutation: tuple[int, ...]
     permuted_shape: tuple[int, ...]
+    batch: int  # how many leading axes, once permuted, are batch axes
     count: int
     short: int
     long: int
@@ -51,6 +52,7 @@ def block_layout(meta: ParamMeta, shape: tuple[int, ...], *, heads: Heads = "spl
     return BlockLayout(
         permutation=permutation,
         permuted_shape=tuple(shape[i] for i in permutation),
+        batch=len(batch),
         count=math.prod(shape[i] for i in batch),
         short=min(rows, cols),
         long=max(rows, cols),

@@ -8,18 +8,21 @@ import jax.numpy as jnp
 import optax
 
 from k3jax.config_optim import AdamW, Muon, Optimizer
-from k3jax.optim.muon import scale_by_muon
+from k3jax.optim.muon import Orthogonalize, orthogonalize, scale_by_muon
 from k3jax.optim.schedule import make_schedule
 from k3jax.roles import meta_by_path, meta_of
 
 
-def build_optimizer(config: Optimizer, meta: Any, total_steps: int) -> optax.GradientTransformation:
+def build_optimizer(
+    config: Optimizer, meta: Any, total_steps: int, *, orthogonalize: Orthogonalize = orthogonalize
+) -> optax.GradientTransformation:
     """Gradient clipping, then Muon or AdamW per group, each with its learning rate and decoupled weight decay.
 
     Args:
       config: the groups, the schedule and the clip.
       meta: tree of ParamMeta with the structure of the parameters.
       total_steps: number of optimizer steps of the whole run, for the schedule.
+      orthogonalize: as for `scale_by_muon`.
 
     Returns:
       A transformation of trees of arrays; `update` needs the parameters, for weight decay.
@@ -30,14 +33,16 @@ def build_optimizer(config: Optimizer, meta: Any, total_steps: int) -> optax.Gra
     """
     metas = meta_by_path(meta)
     rate = make_schedule(config.schedule, total_steps)
-    groups = {name: _group(getattr(config, name), meta, rate) for name in ("matrices", "router", "rest")}
+    groups = {name: _group(getattr(config, name), meta, rate, orthogonalize) for name in ("matrices", "router", "rest")}
     by_group = optax.partition(groups, lambda params: _map_meta(params, metas, lambda m: m.role.group))
     if config.clip_norm is None:
         return by_group
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), by_group)
 
 
-def _group(config: Muon | AdamW, meta, rate: optax.Schedule) -> optax.GradientTransformation:
+def _group(
+    config: Muon | AdamW, meta, rate: optax.Schedule, orthogonalize: Orthogonalize
+) -> optax.GradientTransformation:
     metas = meta_by_path(meta)
 
     def scaled_rate(count):
@@ -48,7 +53,7 @@ def _group(config: Muon | AdamW, meta, rate: optax.Schedule) -> optax.GradientTr
 
     match config:
         case Muon():
-            scale = scale_by_muon(config, meta)
+            scale = scale_by_muon(config, meta, orthogonalize=orthogonalize)
         case AdamW():
             scale = optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=jnp.float32)
         case _:

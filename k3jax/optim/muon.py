@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,10 +99,7 @@ def orthogonalize(updates: Any, meta: Any, *, config: Muon) -> Any:
     Returns:
       The tree, float32.
     """
-    return _orthogonalize(updates, meta_by_path(meta), config)
-
-
-def _orthogonalize(updates, metas, config: Muon):
+    metas = meta_by_path(meta)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
     layouts = []
     stacks = collections.defaultdict(list)
@@ -127,13 +125,19 @@ def _orthogonalize_stack(arrays: list[jax.Array], layouts: list[BlockLayout], co
     return [layout.merge(part) for layout, part in zip(layouts, jnp.split(stack, ends[:-1]))]
 
 
+Orthogonalize = Callable[..., Any]
+"""`orthogonalize`, or a function of the same arguments."""
+
+
 class MuonState(NamedTuple):
     """Averaged gradients, float32, shaped like the parameters."""
 
     momentum: optax.Updates
 
 
-def scale_by_muon(config: Muon, meta: Any) -> optax.GradientTransformation:
+def scale_by_muon(
+    config: Muon, meta: Any, *, orthogonalize: Orthogonalize = orthogonalize
+) -> optax.GradientTransformation:
     """Replaces gradients by orthogonalized Nesterov momentum; neither learning rate nor weight decay.
 
         M <- mu M + (1 - mu) G;    U = mu M + (1 - mu) G;    update = rms sqrt(max(rows, cols)) NewtonSchulz(U)
@@ -144,11 +148,12 @@ def scale_by_muon(config: Muon, meta: Any) -> optax.GradientTransformation:
     Args:
       config: coefficients.
       meta: tree of ParamMeta that covers the parameters; it may name more than the transformation is given.
+      orthogonalize: what to call; `k3jax.parallel.muon.orthogonalize_arrays` for parameters on several devices.
 
     Raises:
       ValueError: on a parameter without a role, naming its path.
     """
-    metas = meta_by_path(meta)
+    meta_by_path(meta)  # raises here rather than in the first step
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params))
@@ -162,7 +167,7 @@ def scale_by_muon(config: Muon, meta: Any) -> optax.GradientTransformation:
 
         momentum = jax.tree.map(average, state.momentum, gradients)
         with jax.named_scope("muon"):
-            updates = _orthogonalize(jax.tree.map(average, momentum, gradients), metas, config)
+            updates = orthogonalize(jax.tree.map(average, momentum, gradients), meta, config=config)
         updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, gradients)
         return updates, MuonState(momentum)
 

@@ -10,13 +10,7 @@ from kda_cases import ARRAYS, FLOAT64, INTERPRETED, cotangents, make_inputs, val
 
 from pallas_kernels import testing
 from pallas_kernels.kda import kda
-from pallas_kernels.kda.context import (
-    Summary,
-    entering_states,
-    leaving_cotangents,
-    segment_cotangent,
-    segment_summary,
-)
+from pallas_kernels.kda.context import Summary, entering_state, leaving_cotangent, segment_summary
 
 TOKENS, T, B = ARRAYS[:5], 96, 2
 BARS = {"default": 5e-5, "A_log": 5e-4}
@@ -47,16 +41,17 @@ def sharded(inputs, cot, ids, shards, keep=(1.0, 1.0)):
         first, last = ranks(parts_ids[:, 0]), ranks(jnp.max(parts_ids, axis=1))
         continues = jnp.concatenate([first[:1] >= 0, (first[1:] == last[:-1]) | (first[1:] < 0)])
     M, S = (ranks(x) * k for x, k in zip(summarize(parts, parts_ids), keep))
-    entering = entering_states(Summary(M, S), inputs["initial_state"], continues)
-    rest = dict(A_log=inputs["A_log"], dt_bias=inputs["dt_bias"], segment_ids=parts_ids)
-    chain = ranks(segment_cotangent(*(parts[n] for n in TOKENS), do, **rest))
-    leaving = leaving_cotangents(M, chain, cot[1], continues)
+    fold = lambda r: entering_state(Summary(M, S), inputs["initial_state"], r, continues)  # noqa: E731
+    entering = jax.vmap(fold)(jnp.arange(shards))
 
     def run(parts):
         return kda(*(parts[n] for n in TOKENS), **{n: parts[n] for n in ARRAYS[5:]}, segment_ids=parts_ids)
 
     (o, state), pull = jax.vjp(run, parts | {"initial_state": rows(entering)})
-    gradients = pull((do, rows(leaving)))[0]
+    dstate = jnp.zeros_like(entering).at[-1].set(cot[1])
+    own = ranks(pull((do, rows(dstate)))[0]["initial_state"])
+    later = jax.vmap(lambda r: leaving_cotangent(M, own, r, continues))(jnp.arange(shards))
+    gradients = pull((do, rows(dstate + later)))[0]
     result = {n: join(x) for n, x in ({"o": o} | {n: gradients[n] for n in TOKENS}).items()}
     result |= {n: gradients[n] for n in ("A_log", "dt_bias")}
     return result | {"state": ranks(state)[-1], "initial_state": ranks(gradients["initial_state"])[0]}
