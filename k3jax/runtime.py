@@ -15,8 +15,6 @@ import psutil
 from absl import app, logging
 from jax.experimental import multihost_utils
 
-from k3jax.config import ConfigError
-
 CACHE_VARIABLE = "K3JAX_CACHE"
 
 
@@ -31,32 +29,6 @@ def start() -> None:
         default = pathlib.Path.home() / ".cache" / "k3jax"
         jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE, str(default)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def join_processes(coordinator: str | None, processes: int, process: int, *, timeout: int = 60) -> None:
-    """Joins the processes of a run that spans several; does nothing for one.
-
-    Args:
-      coordinator: HOST:PORT of process 0.
-      timeout: seconds to wait for all of them.
-
-    Raises:
-      ConfigError: the numbers do not fit together.
-      ConnectionError: not all processes came in time; the message says which one this is and whom it waited for.
-    """
-    if processes == 1 and coordinator is None:
-        return
-    if coordinator is None or ":" not in coordinator:
-        raise ConfigError(f"--processes={processes} needs --coordinator=HOST:PORT of process 0, got {coordinator!r}")
-    if not 0 <= process < processes:
-        raise ConfigError(f"--process={process}, but it must lie in 0..{processes - 1}")
-    try:
-        jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
-    except Exception as error:
-        raise ConnectionError(
-            f"process {process} waited {timeout} s for {processes} processes at {coordinator}, and not all came: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
 
 
 def barrier(name: str) -> None:

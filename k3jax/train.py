@@ -18,7 +18,7 @@ import jax
 from absl import app, flags
 from jax.sharding import Mesh
 
-from k3jax import accounting, config_io, peak, placement, presets, report, runtime, sampling
+from k3jax import accounting, config_io, distributed, peak, placement, presets, report, runtime, sampling
 from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError, check_paths
 from k3jax.config import ConfigError
 from k3jax.data import DataError
@@ -261,7 +261,7 @@ def main(argv: list[str]) -> None:
     runtime.start()
     args = flags.FLAGS
     try:
-        runtime.join_processes(args.coordinator, args.processes, args.process)
+        distributed.join_processes(args.coordinator, args.processes, args.process, hosts=args.hosts)
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
         options = Options(
@@ -319,6 +319,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("dump_hlo", False, "keep the text of the compiled train step, in RUN/hlo")
     flags.DEFINE_integer("workers", 0, "processes that make batches ahead of time; 0 is a thread", lower_bound=0)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a run of several processes")
-    flags.DEFINE_integer("processes", 1, "how many processes share the run", lower_bound=1)
-    flags.DEFINE_integer("process", 0, "the number of this process, 0 to processes - 1", lower_bound=0)
+    flags.DEFINE_integer("processes", None, "how many processes share the run; default: what the cluster says, or one")
+    flags.DEFINE_integer("process", None, "the number of this process, 0 to processes - 1")
+    flags.DEFINE_list("hosts", [], "host names by process, for messages; default: what the cluster says")
     app.run(main)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from k3jax import placement, runtime
+from k3jax import distributed, placement, runtime
 from k3jax.checkpoint import Checkpoints
 from k3jax.loop import Evaluator, Rows
 from k3jax.train import OpenData
@@ -40,5 +40,5 @@ def look(run: pathlib.Path, mesh: jax.sharding.Mesh | None) -> dict:
 if __name__ == "__main__":
     run, text, coordinator, processes, process = sys.argv[1:]
     runtime.start()
-    runtime.join_processes(coordinator, int(processes), int(process))
+    distributed.join_processes(coordinator, int(processes), int(process))
     print(json.dumps(look(pathlib.Path(run), placement.make_mesh(placement.parse_mesh(text)))))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from k3jax import config as c
-from k3jax import placement, runtime
+from k3jax import placement
 from k3jax.config import ConfigError
 from k3jax.data import Batch
 from k3jax.roles import path_name
@@ -68,16 +68,3 @@ def test_rows_of_a_process_make_the_global_batch():
     placed = placement.put_batch(Batch(rows, rows, rows, rows), mesh, *placement.rows_of_this_process(16, mesh))
     np.testing.assert_array_equal(placed.tokens_BT, rows)
     assert placed.tokens_BT.addressable_shards[0].data.shape == (2, 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((None, 2, 0), "--coordinator=HOST:PORT"),
-        (("here:1234", 2, 2), r"must lie in 0\.\.1"),
-        (("here", 2, 0), "HOST:PORT"),
-    ],
-)
-def test_processes_that_do_not_fit_together_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        runtime.join_processes(*arguments)
