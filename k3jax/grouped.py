@@ -63,7 +63,7 @@ def _ragged_ffn(rows, sizes, scale, gate, up, down, *, activation):
 
 
 def _blocked_ffn(rows, sizes, scale, gate, up, down, *, activation):
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right").astype(jnp.int32)
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows), dtype=jnp.int32), side="right")
     return blocked(rows, expert[:, None], gate, up, down, activation=activation, scale_NA=scale[:, None])[:, 0]
 
 

@@ -1,7 +1,7 @@
 """Mixture of experts over the devices of a mesh: called inside ``jax.shard_map``, once per layer.
 
-Rank r of R owns experts ``[r E/R, (r+1) E/R)`` and tokens of its own. Nothing is ever dropped and all shapes are static:
-a rank with more rows than its buffer holds takes another pass.
+Rank r of R owns experts ``[r E/R, (r+1) E/R)`` and tokens of its own. All shapes are static and nothing is dropped: a
+rank with more rows than its buffer holds takes another pass.
 """
 
 import math
@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from k3jax.grouped import grouped_ffn
-from k3jax.parallel.transport import AllGather, Transport
+from k3jax.parallel import lending
+from k3jax.parallel.dispatch import counts, dispatch, exchange, one_pass, passes
+from k3jax.parallel.plan_balanced import balanced_assignment
+from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll, Transport
 
 Axis = str | tuple[str, ...]
 
@@ -33,9 +36,15 @@ def expert_mix(z_NL: Array, routing, gate, up, down, activation, *, axis: Axis, 
     """
     gate, up, down = (w.astype(z_NL.dtype) for w in (gate, up, down))
     weights = routing.weights.astype(jnp.float32)
+    copies = routing.experts.size
     match transport:
         case AllGather(factor):
             return _all_gather_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, factor)
+        case RaggedAllToAll(factor):
+            rows = min(math.ceil(copies * factor), copies * lax.axis_size(axis))
+            return _dispatched_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, rows, False)
+        case Balanced():
+            return _dispatched_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, copies, True)
     raise TypeError(f"transport = {transport!r}, but it must be AllGather, RaggedAllToAll or Balanced")
 
 
@@ -109,6 +118,84 @@ def _passes(rows, own, E):
         return copy // A, copy, jnp.diff(inside, prepend=0)
 
     return -(-ends[-1] // rows), select
+
+
+def _dispatched_mix(z, experts, weights, gate, up, down, activation, axis, rows, balance):
+    """Copies of tokens travel to the experts' ranks, or with ``balance`` to where the balanced plan wants them."""
+    R, E = lax.axis_size(axis), gate.shape[0] * lax.axis_size(axis)
+    table = counts(experts, E, axis)
+    assignment = balanced_assignment(table.sum(axis=0), R) if balance else None
+    plan = dispatch(experts, table, assignment, axis)
+    return _travelling_mix(activation, axis, rows, z, weights, (gate, up, down), plan, assignment)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignment):
+    """The mix under a plan. The gradient carries the copies again, and nothing but the arguments is kept.
+
+    Forward, rows travel twice; backward three times: the inputs, the output's gradient, the inputs' gradient.
+    """
+    held = _held(matrices, assignment, axis)
+    copies, scale = _spread(z, plan), weights.reshape(-1)[plan.order]
+
+    def add(i, y):
+        leg, sizes, place, inverse = one_pass(plan, i, rows)
+        x, s = _arrive(copies, leg, inverse, rows, axis), _arrive(scale, leg, inverse, rows, axis)
+        return exchange(grouped_ffn(x, sizes, s, *held, activation)[place], y, leg.back(), axis)
+
+    return _collect(_each_pass(plan, rows, assignment, add, jnp.zeros_like(copies)), plan)
+
+
+def _travelling_mix_forward(activation, axis, rows, *args):
+    return _travelling_mix(activation, axis, rows, *args), args
+
+
+def _travelling_mix_backward(activation, axis, rows, kept, dy):
+    z, weights, matrices, plan, assignment = kept
+    held = _held(matrices, assignment, axis)
+    copies, scale, dcopies = _spread(z, plan), weights.reshape(-1)[plan.order], _spread(dy, plan)
+
+    def add(i, carry):
+        dz, dscale, dheld = carry
+        leg, sizes, place, inverse = one_pass(plan, i, rows)
+        x, s, d = (_arrive(a, leg, inverse, rows, axis) for a in (copies, scale, dcopies))
+        _, pull = jax.vjp(lambda x, s, *held: grouped_ffn(x, sizes, s, *held, activation), x, s, *held)
+        dx, ds, *more = pull(d)
+        dz, dscale = (exchange(a[place], b, leg.back(), axis) for a, b in ((dx, dz), (ds, dscale)))
+        return dz, dscale, [a + b for a, b in zip(dheld, more)]
+
+    zeros = jnp.zeros_like(copies), jnp.zeros_like(scale), [jnp.zeros_like(w) for w in held]
+    dz, dscale, dheld = _each_pass(plan, rows, assignment, add, zeros)
+    dmatrices = tuple(d if assignment is None else lending.settle(d, assignment, axis) for d in dheld)
+    return _collect(dz, plan), dscale[plan.position], dmatrices, None, None
+
+
+_travelling_mix.defvjp(_travelling_mix_forward, _travelling_mix_backward)
+
+
+def _each_pass(plan, rows, assignment, add, start):
+    """Under the balanced plan there is one pass, whatever the routing."""
+    return add(0, start) if assignment is not None else lax.fori_loop(0, passes(plan, rows), add, start)
+
+
+def _held(matrices, assignment, axis):
+    """The experts that this rank computes: its own and, under the balanced plan, its donor's."""
+    return matrices if assignment is None else tuple(lending.lend(w, assignment, axis) for w in matrices)
+
+
+def _spread(z, plan):
+    """A copy of its token for every choice, in the order of sending."""
+    return z[plan.order // plan.position.shape[1]]
+
+
+def _collect(copies, plan):
+    """The sum over every token's copies, float32, in their dtype: the transpose of :func:`_spread`."""
+    return copies[plan.position].sum(axis=1, dtype=jnp.float32).astype(copies.dtype)
+
+
+def _arrive(x, leg, inverse, rows, axis):
+    """What a pass brings to this rank, sorted by slot; zeros where fewer rows come."""
+    return exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), leg, axis)[inverse]
 
 
 def _take(x, index):

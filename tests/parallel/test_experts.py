@@ -1,0 +1,215 @@
+"""Experts over the devices of a mesh: every transport against the dense loop on one device, and what travels."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from k3jax import config as c
+from k3jax.model.moe import Routing, dense_expert_mix
+from k3jax.parallel import dispatch, experts, lending
+from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll
+
+L, F = 6, 5
+TRANSPORTS = [AllGather(0.5), RaggedAllToAll(0.7), Balanced()]
+SHAPES = {
+    "2 ranks": dict(mesh=(2,), tokens=6, E=8, A=3),
+    "8 ranks": dict(mesh=(8,), tokens=3, E=16, A=2),
+    "2 x 4 ranks, one expert each": dict(mesh=(2, 4), tokens=3, E=8, A=2),
+    "4 ranks, one token each": dict(mesh=(4,), tokens=1, E=8, A=2),
+    "4 ranks, all experts active": dict(mesh=(4,), tokens=3, E=4, A=4),
+}
+ROUTERS = ["uniform", "one hot expert", "hot and empty ranks", "nearly tied"]
+
+
+def _router(kind, rng, dim, E):
+    router = rng.standard_normal((dim, E)).astype(np.float32)
+    expert = np.arange(E)
+    match kind:
+        case "one hot expert":
+            router[0] += np.where(expert == E - 2, 6, 0)
+        case "hot and empty ranks":
+            router[0] += np.where(expert < E // 2, 6, -6)
+        case "nearly tied":
+            router = 1e-6 * router
+    return router
+
+
+def _inputs(kind, *, mesh, tokens, E, A):
+    """z [R N, L], ids and weights [R N, A], three matrices and a cotangent."""
+    rng = np.random.default_rng(0)
+    N = tokens * math.prod(mesh)
+    x = rng.standard_normal((N, 7)).astype(np.float32)
+    x[:, 0] = 1
+    scores = x @ _router(kind, rng, 7, E)
+    ids = np.argsort(-scores, axis=1)[:, :A].astype(np.int32)
+    weights = np.take_along_axis(1 / (1 + np.exp(-scores)), ids, 1)
+    z, dy = rng.standard_normal((2, N, L)).astype(np.float32)
+    return z, ids, weights, *rng.standard_normal((3, E, L, F)).astype(np.float32), dy
+
+
+def _sharded_mix(mesh, transport):
+    """``(z, ids, weights, gate, up, down)`` to ``y``, all global arrays."""
+    axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False)
+    def mix(z, ids, weights, *matrices):
+        routing = Routing(ids, weights, None, None)
+        return experts.expert_mix(z, routing, *matrices, c.SiTU(), axis=axis, transport=transport)
+
+    return mix
+
+
+def _mesh(sizes):
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, ("a", "b")[: len(sizes)])
+
+
+def _dense(z, ids, weights, *matrices):
+    return dense_expert_mix(z, Routing(ids, weights, None, None), *matrices, c.SiTU())
+
+
+def _value_and_grads(mix):
+    def run(z, ids, weights, gate, up, down, dy):
+        y, pull = jax.vjp(lambda z, weights, *m: mix(z, ids, weights, *m), z, weights, gate, up, down)
+        return y, pull(dy)
+
+    return jax.jit(run)
+
+
+def _error(got, want):
+    """Largest relative error over the output and the gradients, in the Frobenius norm."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_transport_equals_the_dense_loop_in_value_and_gradients(shape):
+    """Whatever the routing, with one compilation each; small passes, so that hot ranks take several."""
+    spec = SHAPES[shape]
+    kinds = ROUTERS if spec["tokens"] > 1 else ROUTERS[:2]
+    dense = _value_and_grads(_dense)
+    for transport in TRANSPORTS:
+        run = _value_and_grads(_sharded_mix(_mesh(spec["mesh"]), transport))
+        for kind in kinds:
+            inputs = _inputs(kind, **spec)
+            error = _error(run(*inputs), dense(*inputs))
+            assert error < 2e-6, f"{transport}, {kind}: relative error {error:.1e}"
+        assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("broken", ["one pass only", "borrowed gradients are kept", "weights of the wrong rank"])
+def test_a_broken_transport_is_noticed(broken, monkeypatch):
+    """Negative controls."""
+    spec, transport = SHAPES["2 ranks"], Balanced()
+    match broken:
+        case "one pass only":
+            transport = RaggedAllToAll(0.7)
+            monkeypatch.setattr(experts, "passes", lambda plan, rows: 1)
+        case "borrowed gradients are kept":
+            monkeypatch.setattr(lending, "settle", lambda dw, assignment, axis: dw[: len(dw) // 2])
+        case "weights of the wrong rank":
+            monkeypatch.setattr(lending, "lend", lambda w, assignment, axis: jnp.concatenate([w, w]))
+    inputs = _inputs("hot and empty ranks", **spec)
+    got = _value_and_grads(_sharded_mix(_mesh(spec["mesh"]), transport))(*inputs)
+    assert _error(got, _value_and_grads(_dense)(*inputs)) > 0.05
+
+
+def _as_text(transport, platform, *, N=512, A=8, E=16, L=256, ranks=4):
+    """StableHLO of the forward pass for a target, bfloat16."""
+    mix = _sharded_mix(_mesh((ranks,)), transport)
+    shape = jax.ShapeDtypeStruct
+    matrix = shape((E, L, 128), jnp.bfloat16)
+    ids, weights = shape((ranks * N, A), jnp.int32), shape((ranks * N, A), jnp.float32)
+    args = shape((ranks * N, L), jnp.bfloat16), ids, weights, matrix, matrix, matrix
+    return jax.jit(mix).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_what_the_ragged_transport_sends_is_each_copy_out_and_back():
+    """2 A L values of 2 bytes per token, times 1 - 1/R when routing is even; ids, counts and weights within 2 %.
+
+    Rows sent are the operand out, where every row is a copy, and the result back.
+    """
+    N, A, E, L, R = 512, 8, 16, 256, 4
+    text = _as_text(RaggedAllToAll(1.5), "tpu", N=N, A=A, E=E, L=L, ranks=R)
+    sent = [_ragged_bytes(line) for line in text.splitlines() if "@ragged_all_to_all" in line]
+    assert len(sent) == 3
+    gathered = [_bytes(kind) for kind in re.findall(r'"stablehlo.all_gather".*-> tensor<([\w]+)>', text)]
+    total = sum(sent) * (1 - 1 / R) + sum(gathered) * (1 - 1 / R)
+    assert total / N == pytest.approx(2 * A * L * 2 * (1 - 1 / R), rel=0.02)
+
+
+def _ragged_bytes(line):
+    """Bytes of the smaller of what a ragged exchange reads and writes: the buffer has rows to spare."""
+    kinds = re.findall(r"tensor<([\w]+)>", line)
+    return min(_bytes(kinds[0]), _bytes(kinds[-1]))
+
+
+def _bytes(kind):
+    *dims, dtype = kind.split("x")
+    return math.prod(map(int, dims)) * int(re.search(r"\d+", dtype)[0]) // 8
+
+
+@pytest.mark.parametrize("transport", [RaggedAllToAll(), Balanced()])
+def test_the_lowering_target_chooses_what_carries_the_plan(transport):
+    small = dict(N=4, A=2, E=8, L=8)
+    assert "ragged_all_to_all" in _as_text(transport, "tpu", **small)
+    assert "ragged_all_to_all" in _as_text(transport, "cuda", **small)
+    assert "ragged_all_to_all" not in _as_text(transport, "cpu", **small)
+
+
+def test_the_exchange_is_its_own_inverse_and_leaves_the_rest():
+    """Rows go out, come back to where they were, and untouched places keep what they held."""
+    mesh = _mesh((4,))
+    sizes = np.array([[1, 2, 0, 1], [0, 0, 3, 1], [2, 2, 0, 0], [1, 0, 1, 2]], np.int32)
+    leg = dispatch.Leg(sizes, np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    def there_and_back(x):
+        away = dispatch.exchange(x, jnp.full((7, 3), -1.0), leg, "a")
+        return away, dispatch.exchange(away, jnp.full_like(x, -2.0), leg.back(), "a")
+
+    x = np.random.default_rng(0).standard_normal((4, 5, 3)).astype(np.float32)
+    away, back = (np.asarray(a).reshape(4, -1, 3) for a in jax.jit(there_and_back)(x.reshape(20, 3)))
+    for rank in range(4):
+        want = [x[r, leg.begin[r, rank] :][: sizes[r, rank]] for r in range(4)]
+        count = sizes[:, rank].sum()
+        np.testing.assert_array_equal(away[rank, :count], np.concatenate(want))
+        assert (away[rank, count:] == -1).all()
+        np.testing.assert_array_equal(back[rank, : sizes[rank].sum()], x[rank, : sizes[rank].sum()])
+        assert (back[rank, sizes[rank].sum() :] == -2).all()
+
+
+def test_bfloat16_rows_weights_and_sums_in_float32():
+    spec = SHAPES["2 ranks"]
+    z, ids, weights, *matrices, _ = _inputs("uniform", **spec)
+    exact = _dense(z, ids, weights, *matrices)
+    for transport in TRANSPORTS:
+        y = jax.jit(_sharded_mix(_mesh(spec["mesh"]), transport))(z.astype(jnp.bfloat16), ids, weights, *matrices)
+        assert y.dtype == jnp.bfloat16
+        assert np.linalg.norm(y.astype(np.float32) - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("transport", [AllGather, RaggedAllToAll])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_pass_without_rows_is_refused(transport, factor):
+    with pytest.raises(c.ConfigError, match=rf"{transport.__name__}.factor = {factor}"):
+        transport(factor)
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(TypeError, match="transport = 'ragged'"):
+        experts.expert_mix(
+            jnp.ones((1, 2)),
+            Routing(jnp.zeros((1, 1), int), jnp.ones((1, 1)), None, None),
+            *[jnp.ones((1, 2, 2))] * 3,
+            c.SiTU(),
+            axis="a",
+            transport="ragged",
+        )
