@@ -1,0 +1,215 @@
+"""The real train step, compiled for devices that are not here, and what the compiler's own numbers say of it."""
+
+import dataclasses
+import math
+import re
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from k3jax import accounting, layout_report, memory, placement, sharding, step
+from k3jax.config import ConfigError
+from k3jax.config_layout import Layout
+from k3jax.plan import chips, hlo
+from k3jax.plan.chips import Topology
+from k3jax.run_config import TrainConfig
+
+# Cycles per token and head of the fused KDA kernels at K = V = 128, as counted in the compiler's schedule
+# (pallas_kernels/README.md): the compiler gives no estimate for a kernel.
+KDA_CYCLES = {"v5e": (8.11, 10.84), "v5p": (8.11, 10.84), "v6e": (6.24, 8.96), "tpu7x": (5.87, 8.46)}
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device. saved: what layers keep for the backward pass, by shapes; other: what remains of the
+    compiled program's peak. hbm: its capacity."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    saved: int
+    other: int
+    hbm: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.saved + self.other
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.hbm
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of a step. fused: the compiler's estimated cycles. kernels: those of Pallas and grouped matmuls.
+    communication: all collectives by link bandwidth; exposed: what the schedule does not hide behind computation.
+    ideal: model operations at the peak."""
+
+    fused: float
+    kernels: float
+    communication: float
+    exposed: float
+    ideal: float
+
+    @property
+    def step(self) -> float:
+        return self.fused + self.kernels + self.exposed
+
+    @property
+    def mfu(self) -> float:
+        """Model operations over those of the peak in a step; a bound, because nothing else is lost in this model."""
+        return self.ideal / self.step
+
+    @property
+    def binding(self) -> str:
+        parts = {"fused operations": self.fused, "kernels": self.kernels, "exposed communication": self.exposed}
+        return max(parts, key=parts.get)
+
+
+def devices_of(topology: Topology) -> list[Any]:
+    """The devices of a described TPU.
+
+    Raises:
+      ConfigError: there is no TPU compiler here, or it refuses the topology.
+    """
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--topology={topology.name}: {reason}. A TPU's compiler comes with: pip install libtpu"
+        ) from error
+    if len(found) != topology.devices:
+        raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
+    return found
+
+
+def check_devices(layout: Layout, topology: Topology) -> None:
+    """Raises ConfigError when the layout is not for as many devices."""
+    if layout.devices != topology.devices:
+        raise ConfigError(
+            f"the layout is for {' x '.join(f'{n} {s}' for n, s in layout.sizes.items() if s > 1) or 1} = "
+            f"{layout.devices} devices, but {topology.name} has {topology.devices}"
+        )
+
+
+def lower(config: TrainConfig, layout: Layout, devices: list[Any]) -> jax.stages.Lowered:
+    """The train step on a mesh of these devices, from shapes alone."""
+    mesh = placement.make_mesh(layout.sizes, devices)
+    placement.check_model(config.model, mesh)
+    placement.check_batch(config, mesh)
+    state, batch = placement.abstract(config, mesh, layout)
+    with sharding.scope(mesh):
+        return step.lower_on_mesh(config, layout, state, batch)
+
+
+def memory_of(config: TrainConfig, layout: Layout, topology: Topology, stats: Any) -> Memory:
+    """Splits the compiler's memory: the state by its shardings, what layers keep by shapes, and the rest."""
+    placed = layout_report.state(config, layout)
+    parameters = sum(one.bytes for one in placed if one.path.startswith("weights/params"))
+    state = sum(one.bytes for one in placed)
+    ways = math.prod(layout.sizes[name] for name in sharding.TOKEN_AXES)
+    kept, _ = memory.kept(config.model, min(config.seq_len, 1024))
+    saved = round(kept * config.batch * config.seq_len / config.micro_batches / ways)
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total += stats.temp_size_in_bytes
+    rest = total - state - parameters - saved
+    return Memory(parameters, state - parameters, parameters, saved, rest, round(topology.chip.hbm))
+
+
+def times_of(
+    config: TrainConfig, topology: Topology, program: hlo.Program, sent: list[hlo.Collective], places: np.ndarray
+) -> Times:
+    """Adds a step up: see :class:`Times`."""
+    chip = topology.chip
+    fused = sum(one.cycles * times for one, _, times in program.executed()) / chip.clock
+    kernels = sum(kernel_seconds(one, topology) * times for one, _, times in program.executed())
+    communication = exposed = 0.0
+    for one in sent:
+        seconds = chips.seconds(topology, places, one.kind, one.groups, one.sent)
+        communication += seconds * one.times
+        exposed += max(seconds - one.between / chip.clock, 0) * one.times if one.asynchronous else seconds * one.times
+    flops = accounting.flops_per_token(config.model, config.seq_len)
+    tokens = config.batch * config.seq_len
+    ideal = (flops.forward + flops.backward) * tokens / topology.devices / chip.flops
+    return Times(fused, kernels, communication, exposed, ideal)
+
+
+def kernel_seconds(one: hlo.Instruction, topology: Topology) -> float:
+    """Seconds of a Pallas kernel or a grouped matmul; 0 for every other instruction, and for unknown kernels."""
+    if one.opcode != "custom-call":
+        return 0.0
+    operands = _operands(one)
+    if "kda_forward" in one.name or "kda_backward" in one.name:
+        B, T, H, K = next(dims for _, dims in operands if len(dims) == 4)
+        forward, backward = KDA_CYCLES[topology.name.partition(":")[0]]
+        return (backward if "backward" in one.name else forward) * B * T * H * (K / 128) ** 2 / topology.chip.clock
+    if one.name.startswith("ragged-dot-none"):
+        arrays = [dims for dtype, dims in (*operands, *one.shapes) if dtype != "s32"]
+        rows = next(dims[0] for dims in arrays if len(dims) == 2)
+        weights = next(dims for dims in arrays if len(dims) == 3)
+        return 2 * rows * weights[1] * weights[2] / topology.chip.flops
+    return 0.0
+
+
+def _operands(one: hlo.Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    found = _OPERANDS.search(one.attributes)
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1]) if found else []
+    return [(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in arrays]
+
+
+def unknown_kernels(program: hlo.Program, topology: Topology) -> list[str]:
+    """Kernels whose time is not in the prediction."""
+    names = {
+        re.sub(r"[.\d]+$", "", one.name)
+        for one, _, _ in program.executed()
+        if one.opcode == "custom-call" and "tpu_custom_call" in one.attributes and not kernel_seconds(one, topology)
+    }
+    return sorted(names - {"ragged-dot-metadata"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a layout before a device has been seen."""
+
+    topology: Topology
+    layout: Layout
+    memory: Memory
+    times: Times
+    sent: list[hlo.Collective]
+    unknown: list[str]
+    lower_seconds: float
+    compile_seconds: float
+
+
+def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
+    """Lowers and compiles the train step for the topology, and reads the program.
+
+    Raises:
+      ConfigError: the layout does not fit the model, the batch or the devices; or there is no TPU compiler.
+    """
+    check_devices(layout, topology)
+    devices = devices_of(topology)
+    start = time.perf_counter()
+    lowered = lower(config, layout, devices)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    program = hlo.Program.parse(compiled.as_text())
+    sent = hlo.collectives(program, layout.sizes)
+    places = chips.coordinates(topology, devices)
+    return Plan(
+        topology,
+        layout,
+        memory_of(config, layout, topology, compiled.memory_analysis()),
+        times_of(config, topology, program, sent, places),
+        sent,
+        unknown_kernels(program, topology),
+        middle - start,
+        end - middle,
+    )
