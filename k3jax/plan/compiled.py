@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import time
 from typing import Any
 
@@ -13,14 +12,9 @@ from jax.experimental import topologies
 from k3jax import accounting, layout_report, memory, placement, sharding, step
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
-from k3jax.plan import chips, hlo
+from k3jax.plan import chips, cost, hlo
 from k3jax.plan.chips import Topology
 from k3jax.run_config import TrainConfig
-
-# Cycles per token and head of the fused KDA kernels at K = V = 128, as counted in the compiler's schedule
-# (pallas_kernels/README.md): the compiler gives no estimate for a kernel.
-KDA_CYCLES = {"v5e": (8.11, 10.84), "v5p": (8.11, 10.84), "v6e": (6.24, 8.96), "tpu7x": (5.87, 8.46)}
-_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +121,7 @@ def times_of(
 ) -> Times:
     """Adds a step up: see :class:`Times`."""
     chip = topology.chip
-    fused = sum(one.cycles * times for one, _, times in program.executed()) / chip.clock
-    kernels = sum(kernel_seconds(one, topology) * times for one, _, times in program.executed())
+    fused, kernels = cost.fused_seconds(program, chip), cost.kernel_seconds(program, chip)
     communication = exposed = 0.0
     for one in sent:
         seconds = chips.seconds(topology, places, one.kind, one.groups, one.sent)
@@ -138,39 +131,6 @@ def times_of(
     tokens = config.batch * config.seq_len
     ideal = (flops.forward + flops.backward) * tokens / topology.devices / chip.flops
     return Times(fused, kernels, communication, exposed, ideal)
-
-
-def kernel_seconds(one: hlo.Instruction, topology: Topology) -> float:
-    """Seconds of a Pallas kernel or a grouped matmul; 0 for every other instruction, and for unknown kernels."""
-    if one.opcode != "custom-call":
-        return 0.0
-    operands = _operands(one)
-    if "kda_forward" in one.name or "kda_backward" in one.name:
-        B, T, H, K = next(dims for _, dims in operands if len(dims) == 4)
-        forward, backward = KDA_CYCLES[topology.name.partition(":")[0]]
-        return (backward if "backward" in one.name else forward) * B * T * H * (K / 128) ** 2 / topology.chip.clock
-    if one.name.startswith("ragged-dot-none"):
-        arrays = [dims for dtype, dims in (*operands, *one.shapes) if dtype != "s32"]
-        rows = next(dims[0] for dims in arrays if len(dims) == 2)
-        weights = next(dims for dims in arrays if len(dims) == 3)
-        return 2 * rows * weights[1] * weights[2] / topology.chip.flops
-    return 0.0
-
-
-def _operands(one: hlo.Instruction) -> list[tuple[str, tuple[int, ...]]]:
-    found = _OPERANDS.search(one.attributes)
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1]) if found else []
-    return [(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in arrays]
-
-
-def unknown_kernels(program: hlo.Program, topology: Topology) -> list[str]:
-    """Kernels whose time is not in the prediction."""
-    names = {
-        re.sub(r"[.\d]+$", "", one.name)
-        for one, _, _ in program.executed()
-        if one.opcode == "custom-call" and "tpu_custom_call" in one.attributes and not kernel_seconds(one, topology)
-    }
-    return sorted(names - {"ragged-dot-metadata"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +169,7 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
         memory_of(config, layout, topology, compiled.memory_analysis()),
         times_of(config, topology, program, sent, places),
         sent,
-        unknown_kernels(program, topology),
+        cost.unknown_kernels(program, topology.chip),
         middle - start,
         end - middle,
     )

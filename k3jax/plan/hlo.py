@@ -188,30 +188,28 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     found = []
     for one, where, times in program.executed():
         kind = one.opcode.removesuffix("-start")
-        wrapped = where in between
         if kind not in KINDS:
             continue
         groups = replica_groups(one.attributes, math.prod(mesh.values()))
         if groups.shape[1] < 2:
             continue
-        started = one.opcode.endswith("-start")
         if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
-        size = len(mesh) and groups.shape[1]
-        payload = _payload(one, kind, size, started)
-        overlap = between.get(where if wrapped else one.name, 0)
-        axes = axes_of(groups, mesh)
-        found.append(Collective(kind, axes, size, groups, payload, times, started or wrapped, overlap, one.op_name))
+        size, axes = groups.shape[1], axes_of(groups, mesh)
+        waited = [between[name] for name in (where, one.name) if name in between]
+        asynchronous = bool(waited) or one.opcode.endswith("-start")
+        overlap = max(waited, default=0)
+        payload = _payload(one, size)
+        found.append(Collective(kind, axes, size, groups, payload, times, asynchronous, overlap, one.op_name))
     return found
 
 
-def _payload(one: Instruction, kind: str, size: int, started: bool) -> int:
+def _payload(one: Instruction, size: int) -> int:
+    """Bytes of the whole that a group shares. What a start returns holds its operand beside its result."""
     sizes = [int(math.prod(dims) * _BYTES.get(dtype, 0)) for dtype, dims in one.shapes]
-    if started and kind in ("all-gather", "collective-permute"):
-        whole = max(sizes)
-    else:
-        whole = sum(sizes)
-    return whole * size if kind == "reduce-scatter" and one.opcode.startswith("reduce-scatter") else whole
+    if one.opcode in ("all-gather-start", "collective-permute-start"):
+        return max(sizes)
+    return sum(sizes) * (size if one.opcode.startswith("reduce-scatter") else 1)
 
 
 def _cycles_between(program: Program) -> dict[str, int]:
@@ -227,7 +225,9 @@ def _cycles_between(program: Program) -> dict[str, int]:
                 if begun:
                     found[begun[1]] = clock - begun[0]
             else:
-                clock += one.cycles + sum(_cycles_of(program, name) for name in program.callees(one)) * program.trips(one)
+                clock += one.cycles + sum(_cycles_of(program, name) for name in program.callees(one)) * program.trips(
+                    one
+                )
     return found
 
 
