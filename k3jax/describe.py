@@ -2,6 +2,7 @@
 
 python -m k3jax.describe kimi_k3
 python -m k3jax.describe nano --set model.moe.experts=32 --parameters
+python -m k3jax.describe kimi_k3 --layout kimi_k3_v5p
 """
 
 from collections import Counter
@@ -10,17 +11,23 @@ from collections.abc import Iterable
 import jax
 from absl import app, flags
 
-from k3jax import accounting, config_io, presets, sharding
+from k3jax import accounting, config_io, layout_report, layouts, placement, presets, sharding
 from k3jax.accounting import Parameter
 from k3jax.config import ConfigError, ModelConfig
+from k3jax.config_layout import Layout
 from k3jax.config_optim import Optimizer
 from k3jax.model import attnres, layout
 from k3jax.run_config import TrainConfig
 from pallas_kernels import kda
 
 
-def describe(config: TrainConfig, *, show_parameters: bool = False) -> str:
-    """The description as text; with ``show_parameters``, every array with its shape, role, axes and sharding."""
+def describe(config: TrainConfig, *, show_parameters: bool = False, layout: Layout | None = None) -> str:
+    """The description as text; with ``show_parameters``, every array with its shape, role, axes and sharding; with a
+    layout, what a device holds of every array.
+
+    Raises:
+      ConfigError: the layout does not fit the model or the rows.
+    """
     model = config.model
     parameters = accounting.parameters(model)
     sections = [
@@ -34,6 +41,9 @@ def describe(config: TrainConfig, *, show_parameters: bool = False) -> str:
     ]
     if show_parameters:
         sections.append(_parameters(parameters))
+    if layout is not None:
+        placement.check_batch(config, layout_report.mesh_of(layout))
+        sections.append(layout_report.text(config, layout))
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -167,7 +177,10 @@ def _parameters(parameters: Iterable[Parameter]) -> list[str]:
 
 
 def _spec(axes: tuple[str, ...], *, stacked: int = 0) -> str:
-    return " ".join(axis or "-" for axis in sharding.spec(axes, stacked=stacked))
+    return " ".join(
+        "-" if axis is None else axis if isinstance(axis, str) else "x".join(axis)
+        for axis in sharding.spec(axes, stacked=stacked)
+    )
 
 
 def _short(number: float, *, giga: str = "G") -> str:
@@ -188,12 +201,14 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"name one preset or file (presets: {', '.join(presets.PRESETS)})")
     try:
         config = config_io.override(presets.load(argv[1]), flags.FLAGS["set"].value)
+        layout = layouts.load(flags.FLAGS.layout) if flags.FLAGS.layout else None
+        print(describe(config, show_parameters=flags.FLAGS["parameters"].value, layout=layout))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
-    print(describe(config, show_parameters=flags.FLAGS["parameters"].value))
 
 
 if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
     flags.DEFINE_bool("parameters", False, "list every parameter with shape, role, logical axes and sharding")
+    flags.DEFINE_string("layout", "", "a name (k3jax.layouts) or axis=size,...: what a device holds of every array")
     app.run(main)

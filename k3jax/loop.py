@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from k3jax import diagnose, guard, placement, runtime, sharding
 from k3jax.checkpoint import Checkpoints
+from k3jax.config_layout import Layout
 from k3jax.data import Batch
 from k3jax.data.held_out import HeldOutBatches
 from k3jax.data.order import Batches
@@ -64,6 +65,7 @@ class Tools:
     progress: Progress
     stop: StopRequest
     peak_flops: float | None
+    layout: Layout = Layout()
     profile: range = range(0)
     dump_hlo: bool = False
     workers: int = 0
@@ -111,13 +113,15 @@ def fresh_guard(config: TrainConfig, shardings: TrainState | None) -> guard.Guar
     return empty if shardings is None else placement.put(empty, shardings.guard)
 
 
-def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None):
+def compile_step(
+    config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None, layout: Layout = Layout()
+):
     """The compiled train step of a stage."""
-    out = None
-    if shardings is not None:
-        out = (shardings, sharding.replicated(jax.tree.leaves(shardings)[0].mesh))
-    step = jax.jit(train_step, static_argnums=0, donate_argnums=1, out_shardings=out)
-    return step.lower(config, state, batch).compile(compiler_options=runtime.compiler_options())
+    mesh = None if shardings is None else jax.tree.leaves(shardings)[0].mesh
+    out = None if mesh is None else (shardings, sharding.replicated(mesh))
+    step = jax.jit(train_step, static_argnums=(0, 3), donate_argnums=1, out_shardings=out)
+    with sharding.scope(mesh):
+        return step.lower(config, state, batch, layout).compile(compiler_options=runtime.compiler_options())
 
 
 class _Stage:
@@ -130,7 +134,7 @@ class _Stage:
         self._rows = Rows(self._stage, tools.mesh)
         self._batches = self._rows.local(data.batches)
         self._flops = model_flops_per_token(config.model, self._stage.seq_len)
-        self._evaluator = Evaluator(self._stage, tools.mesh)
+        self._evaluator = Evaluator(self._stage, tools.mesh, tools.layout)
         self._pending: tuple[int, StepMetrics] | None = None
 
     def run(self, state: TrainState) -> TrainState:
@@ -140,7 +144,7 @@ class _Stage:
             tools.checkpoints.wait()  # the next lines may end the process
         tools.progress.phase(f"compiling the train step ({self._stage.batch} rows of {self._stage.seq_len})")
         with tools.stop.nothing_to_save(), tools.clock.book("compile"):
-            step = compile_step(self._stage, state, self._batch(first), tools.shardings)
+            step = compile_step(self._stage, state, self._batch(first), tools.shardings, tools.layout)
         if tools.dump_hlo:
             trace.dump_hlo(tools.run, step, self._number)
         if tools.owed == first:
@@ -271,7 +275,8 @@ class _Stage:
         self._tools.writers.write({"step": number, "kind": "event", "event": "stopped", "reason": reason})
         if verdict.finite:
             raise SpikeError(f"{head}\n{last}")
-        layers = diagnose.layer_statistics(self._stage, weights, self._batch(number - 1))
+        with sharding.scope(self._tools.mesh):
+            layers = diagnose.layer_statistics(self._stage, weights, self._batch(number - 1))
         raise NonFiniteError(f"{head}\n{diagnose.table(layers)}\n{last}")
 
 
@@ -300,9 +305,9 @@ class Rows:
 class Evaluator:
     """The compiled evaluation step of a stage."""
 
-    def __init__(self, stage: TrainConfig, mesh: Mesh | None = None):
-        everywhere = None if mesh is None else sharding.replicated(mesh)
-        self._step = jax.jit(partial(eval_step, stage), out_shardings=everywhere)
+    def __init__(self, stage: TrainConfig, mesh: Mesh | None = None, layout: Layout = Layout()):
+        self._mesh, everywhere = mesh, None if mesh is None else sharding.replicated(mesh)
+        self._step = jax.jit(partial(eval_step, stage, on=layout), out_shardings=everywhere)
         self._rows = Rows(stage, mesh)
 
     def line(
@@ -342,6 +347,7 @@ class Evaluator:
             jax.block_until_ready(found[-2:-1])
             if give_up():
                 return None
-            found.append(self._step(weights, self._rows.place(local[number])))
+            with sharding.scope(self._mesh):
+                found.append(self._step(weights, self._rows.place(local[number])))
         sums = np.array(jax.device_get([(stats.nats, stats.weight) for stats in found]), np.float64).sum(axis=0)
         return float(sums[0]), float(sums[1])

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3jax import sharding
+
 
 class LossStats(NamedTuple):
     """Sums over tokens, float32 scalars without gradient."""
@@ -71,12 +73,23 @@ def chunked_cross_entropy(
       differentiation the gradients are made in the forward pass, where the logits of the chunk are at hand, so they
       are never computed twice.
 
+    On a mesh a device has its part of the vocabulary for the tokens of its context shard. It gathers the rows of the
+    head once, adds up the gradient of what it gathered over all chunks, and reduce-scatters that once.
+
     Raises:
       ValueError: shapes that disagree, a chunk below 1, or a negative z_loss.
     """
     _check(hidden_BTD, head_DW, targets_BT, weights_BT, chunk, z_loss)
-    chunk = min(chunk, max(targets_BT.shape[1], 1))
-    loss, stats = _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT.astype(jnp.float32))
+    spread = sharding.spread_of(head_DW, 0)
+
+    def local(hidden, head, targets, weights):
+        hidden = sharding.gather(hidden, "tensor", dim=1)
+        targets, weights = sharding.part((targets, weights), "context", dim=1)
+        positions = min(chunk, max(targets.shape[1], 1))
+        sums = _loss(positions, z_loss, spread, hidden, head, targets, weights.astype(jnp.float32))
+        return sharding.total(sums, (*sharding.BATCH_AXES, "context"))
+
+    loss, stats = sharding.island(local, sharding.EVERYWHERE)(hidden_BTD, head_DW, targets_BT, weights_BT)
     return loss, jax.lax.stop_gradient(stats)
 
 
@@ -88,7 +101,7 @@ def token_scores(hidden_BTD, head_DW, targets_BT, *, chunk: int) -> TokenScores:
 
     def one(piece):
         logits, _, _, nats, _ = _piece_loss(head, piece, 0.0)
-        return TokenScores(nats, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        return TokenScores(nats, _best(logits))
 
     pieces = _split(chunk, hidden_BTD, targets_BT, jnp.ones((batch, length), jnp.float32))
     return jax.tree.map(lambda x: _join(x, length), jax.lax.map(one, pieces))
@@ -106,9 +119,10 @@ def _check(hidden_BTD, head_DW, targets_BT, weights_BT, chunk, z_loss):
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
-    head = head_DW.astype(hidden_BTD.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _loss(chunk, z_loss, spread, hidden_BTD, head_DW, targets_BT, weights_BT):
+    """The sums over this device's tokens. spread: the mesh axes that the rows of the head are spread over at rest."""
+    head = sharding.gather(head_DW.astype(hidden_BTD.dtype), spread, dim=0)
 
     def step(sums, piece):
         _, _, _, _, add = _piece_loss(head, piece, z_loss)
@@ -118,9 +132,9 @@ def _loss(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
     return sums
 
 
-def _forward(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
+def _forward(chunk, z_loss, spread, hidden_BTD, head_DW, targets_BT, weights_BT):
     """As `_loss`, and keeps the gradients of the sum: d_hidden, d_head (float32) and the loss of each token."""
-    head = head_DW.astype(hidden_BTD.dtype)
+    head = sharding.gather(head_DW.astype(hidden_BTD.dtype), spread, dim=0)
 
     def step(carry, piece):
         sums, d_head_DW = carry
@@ -133,16 +147,17 @@ def _forward(chunk, z_loss, hidden_BTD, head_DW, targets_BT, weights_BT):
         d_head_DW += jnp.einsum("bcd,bcw->dw", hidden, d_logits, preferred_element_type=jnp.float32)
         return (jax.tree.map(jnp.add, sums, add), d_head_DW), (d_hidden.astype(hidden.dtype), token_loss)
 
-    carry = (_zero_sums(), jnp.zeros(head_DW.shape, jnp.float32))
+    carry = (_zero_sums(), jnp.zeros(head.shape, jnp.float32))
     pieces = _split(chunk, hidden_BTD, targets_BT, weights_BT)
     (sums, d_head_DW), (d_hidden, token_loss) = jax.lax.scan(step, carry, pieces)
-    length = targets_BT.shape[1]
+    length, d_head_DW = targets_BT.shape[1], sharding.scatter(d_head_DW, spread, dim=0)
     saved = (_join(d_hidden, length), d_head_DW.astype(head_DW.dtype), _join(token_loss, length))
     return sums, saved
 
 
-def _backward(chunk, z_loss, saved, cotangent):
-    d_loss, _ = cotangent
+def _backward(chunk, z_loss, spread, saved, cotangent):
+    # The loss of a token is a sum over the parts of the vocabulary: each part's cotangent is all of them together.
+    d_loss = sharding.total(cotangent[0], "tensor")
     d_hidden_BTD, d_head_DW, token_loss_BT = saved
 
     def scale(x):
@@ -158,18 +173,41 @@ def _piece_loss(head_DW, piece, z_loss):
     """Float32 logits of one chunk, their logsumexp, the one-hot target, the loss of each token, and the sums."""
     hidden_BCD, targets_BC, weights_BC = piece
     logits_BCW = jnp.einsum("bcd,dw->bcw", hidden_BCD, head_DW, preferred_element_type=jnp.float32)
-    lse_BC = jax.nn.logsumexp(logits_BCW, axis=-1)
-    onehot_BCW = jnp.arange(head_DW.shape[1]) == targets_BC[..., None]
-    target_logit_BC = jnp.sum(jnp.where(onehot_BCW, logits_BCW, 0.0), axis=-1)
+    lse_BC = _logsumexp(logits_BCW)
+    onehot_BCW = _first(logits_BCW) + jnp.arange(head_DW.shape[1]) == targets_BC[..., None]
+    target_logit_BC = sharding.total(jnp.sum(jnp.where(onehot_BCW, logits_BCW, 0.0), axis=-1), "tensor")
     nats_BC = lse_BC - target_logit_BC
     token_loss_BC = nats_BC + z_loss * lse_BC**2
     stats = LossStats(
         nats=jnp.sum(weights_BC * nats_BC),
         weight=jnp.sum(weights_BC),
-        correct=jnp.sum(weights_BC * (jnp.argmax(logits_BCW, axis=-1) == targets_BC)),
+        correct=jnp.sum(weights_BC * (_best(logits_BCW) == targets_BC)),
         z_square=jnp.sum(weights_BC * lse_BC**2),
     )
     return logits_BCW, lse_BC, onehot_BCW, token_loss_BC, (jnp.sum(weights_BC * token_loss_BC), stats)
+
+
+def _first(logits_BCW):
+    """The number of the first token of this device's part of the vocabulary."""
+    return sharding.index("tensor") * logits_BCW.shape[-1]
+
+
+def _logsumexp(logits_BCW):
+    """Over the whole vocabulary."""
+    if sharding.size("tensor") == 1:
+        return jax.nn.logsumexp(logits_BCW, axis=-1)
+    peak_BC = sharding.largest(logits_BCW.max(axis=-1), "tensor")
+    return peak_BC + jnp.log(sharding.total(jnp.exp(logits_BCW - peak_BC[..., None]).sum(axis=-1), "tensor"))
+
+
+def _best(logits_BCW):
+    """The first token of the whole vocabulary with the largest logit."""
+    if sharding.size("tensor") == 1:
+        return jnp.argmax(logits_BCW, axis=-1).astype(jnp.int32)
+    best_BC = (_first(logits_BCW) + jnp.argmax(logits_BCW, axis=-1)).astype(jnp.int32)
+    peak_BC = logits_BCW.max(axis=-1)
+    is_best = peak_BC == sharding.largest(peak_BC, "tensor")
+    return sharding.smallest(jnp.where(is_best, best_BC, jnp.iinfo(jnp.int32).max), "tensor")
 
 
 def _zero_sums():

@@ -75,7 +75,8 @@ def param(name: str, shape: tuple[int, ...], *, role: Role, axes: tuple[str, ...
     """
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} axes {axes} for shape {shape}")
-    sharding.spec(axes)
+    for axis in axes:
+        sharding.rule(axis)
     return nnx.Param(jnp.zeros(shape, jnp.float32), role=role, axes=axes, init=init)
 
 
@@ -112,6 +113,44 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 def einsum(equation: str, x: Array, weight: Array) -> Array:
     """``jnp.einsum`` of an activation with a float32 master weight, cast to the activation's dtype."""
     return jnp.einsum(equation, x, weight.astype(x.dtype))
+
+
+def on_shards(fn: Callable, layer: nnx.Module, *arrays, dtype, out):
+    """``fn(layer, *arrays)`` as an island (:func:`k3jax.sharding.island`), with the layer's weights gathered.
+
+    Dimensions that are only spread at rest are gathered, matrices in the compute ``dtype``: their gradients are
+    reduce-scattered in it on the way back. Dimensions that are split stay so: ``fn`` sees its part of heads, experts
+    and widths.
+    """
+    if not sharding.active():
+        return fn(layer, *arrays)
+    variables = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    spread = [_spread(variable) for variable in variables]
+
+    def local(layer, *arrays):
+        leaves, structure = jax.tree.flatten(layer)
+        gathered = [_gathered(*pair, dtype) for pair in zip(leaves, spread)]
+        return fn(jax.tree.unflatten(structure, gathered), *arrays)
+
+    return sharding.island(local, out)(layer, *arrays)
+
+
+def _spread(variable: nnx.Variable) -> tuple[bool, dict[int, tuple[str, ...]]]:
+    """Whether a weight is a matrix that a layer uses in its compute dtype, and which mesh axes to gather by dimension."""
+    facts, entries = variable.get_metadata(), jax.typeof(variable[...]).sharding.spec
+    if "axes" not in facts:
+        return False, {}
+    rules = map(sharding.rule, facts["axes"])
+    dims = {n: entry for n, (rule, entry) in enumerate(zip(rules, entries)) if rule.gathered and entry is not None}
+    return facts["role"] in (Role.MATRIX, Role.HEADS, Role.EXPERTS), dims
+
+
+def _gathered(x: Array, how: tuple[bool, dict[int, tuple[str, ...]]], dtype) -> Array:
+    is_matrix, dims = how
+    x = x.astype(dtype) if is_matrix and dims else x
+    for dim, axes in dims.items():
+        x = sharding.gather(x, axes, dim)
+    return x
 
 
 def metadata(params: nnx.State) -> dict:

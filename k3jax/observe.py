@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from k3jax import sharding
 from k3jax.model import balancing, kda
 from k3jax.model.block import LayerReport
 from k3jax.model.weights import Tree
@@ -24,7 +25,9 @@ def merge(report: LayerReport) -> LayerReport:
     seen, gauges = report.balance, report.gauges
     if seen is not None:
         summed = jax.tree.map(lambda x: x.sum(axis=0), seen._replace(required=None))
-        required = None if seen.required is None else jnp.concatenate(list(seen.required), axis=2)
+        required = None
+        if seen.required is not None:
+            required = jnp.concatenate(list(sharding.lie(seen.required, sharding.EVERYWHERE)), axis=2)
         seen = summed._replace(required=required)
     if gauges is not None:
         summed = jax.tree.map(lambda x: x.sum(axis=0), gauges)
@@ -32,6 +35,17 @@ def merge(report: LayerReport) -> LayerReport:
     max_logit = None if report.max_logit is None else report.max_logit.max(axis=0)
     depth = None if report.depth is None else report.depth.sum(axis=0)
     return LayerReport(seen, max_logit, None, gauges, depth)
+
+
+def added_up(report: LayerReport) -> LayerReport:
+    """The report with the balancer's sums over all devices with tokens, on a mesh one all-reduce for all layers, and
+    the largest logits of all heads."""
+    seen, report = report.balance, report._replace(max_logit=sharding.lie(report.max_logit, sharding.EVERYWHERE))
+    if seen is None:
+        return report
+    required = None if seen.required is None else sharding.lie(seen.required, sharding.EVERYWHERE)
+    parts = seen._replace(required=None, aux_loss=None)
+    return report._replace(balance=sharding.added_up(parts, 2)._replace(required=required, aux_loss=seen.aux_loss))
 
 
 def layer_metrics(reports: Reports, *, router_before: Tree, router_after: Tree) -> dict[str, Array]:

@@ -1,21 +1,22 @@
 """Where the arrays of a run lie on its mesh: the state by its parameters' logical axes, batches by rows."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from k3jax import sharding
-from k3jax.config import ConfigError
+from k3jax import layouts, sharding
+from k3jax.config import ConfigError, ModelConfig
+from k3jax.config_layout import Layout, replace
 from k3jax.data import Batch
 from k3jax.model import weights
 from k3jax.roles import meta_by_path, meta_of, path_name
 from k3jax.run_config import TrainConfig
-from k3jax.step import TrainState, abstract_state
+from k3jax.step import TrainState, abstract_batch, abstract_state
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -24,19 +25,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ConfigError: an axis that does not exist, or a size that is no positive integer.
     """
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, size = part.partition("=")
-        if name not in sharding.MESH_AXES:
-            raise ConfigError(f"--mesh={text}: there is no axis {name!r}; the axes are {', '.join(sharding.MESH_AXES)}")
-        if not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"--mesh={text}: {part!r} is not of the form axis=size with a size of at least 1")
-        sizes[name] = int(size)
-    return sizes
+    return {name: size for name, size in layouts.load(text).sizes.items() if size > 1}
 
 
-def make_mesh(sizes: Mapping[str, int], devices: list[Any] | None = None) -> Mesh:
-    """A mesh with all axes, those not named at size 1.
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with all axes, those not named at size 1, in JAX's explicit sharding mode.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices.
@@ -46,11 +39,12 @@ def make_mesh(sizes: Mapping[str, int], devices: list[Any] | None = None) -> Mes
     if np.prod(shape) != len(devices):
         factors = " x ".join(f"{name} {size}" for name, size in zip(sharding.MESH_AXES, shape) if size > 1) or "1"
         raise ConfigError(f"the mesh {factors} needs {np.prod(shape)} devices, but there are {len(devices)}")
-    return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES)
+    kinds = (AxisType.Explicit,) * len(shape)
+    return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES, axis_types=kinds)
 
 
-def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
-    """The mesh of a command, None for a single device.
+def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]:
+    """The mesh and the layout of a command; no mesh for a single device.
 
     By default the devices share the rows: all of them or, in a single process, as many as the rows divide over.
     """
@@ -62,21 +56,27 @@ def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
             logging.warning("using %d of %d devices: over more, %d rows do not divide", count, len(devices), rows)
         devices = devices[:count]
     if len(devices) == 1 and not text:
-        return None
-    return make_mesh(parse_mesh(text or f"data={len(devices)}"), devices)
+        return None, Layout()
+    layout = layouts.load(text or f"data={len(devices)}")
+    return make_mesh(layout.sizes, devices), layout
+
+
+def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
+    """The mesh of :func:`layout_of_flag`."""
+    return layout_of_flag(text, config)[0]
 
 
 def _stages(config: TrainConfig) -> list[TrainConfig]:
     return [config.at(number) for number in range(config.last_stage + 1)]
 
 
-def mesh_text(mesh: Mesh) -> str:
-    """The flag that makes a mesh."""
-    return ",".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+def layout_of(mesh: Mesh, layout: Layout) -> Layout:
+    """The layout with the sizes of a mesh."""
+    return replace(layout, **mesh.shape)
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError when the rows of some stage do not divide over the mesh."""
+    """Raises ConfigError when the rows or the tokens of some stage do not divide over the mesh."""
     ways = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
     for number, stage in enumerate(_stages(config)):
         rows = stage.batch // stage.micro_batches
@@ -87,30 +87,68 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
                 f"do not divide over {' x '.join(sharding.BATCH_AXES)} = {ways} devices; {fitting} or "
                 f"{fitting + ways} would"
             )
+        _check_time(f"stage {number}", stage.seq_len, config.model, mesh)
 
 
-def state_shardings(config: TrainConfig, mesh: Mesh) -> TrainState:
+def _check_time(name: str, seq_len: int, model: ModelConfig, mesh: Mesh) -> None:
+    context, ways = mesh.shape["context"], mesh.shape["context"] * mesh.shape["tensor"]
+    if seq_len % ways:
+        near = max(seq_len - seq_len % ways, ways)
+        raise ConfigError(
+            f"{name}: rows of {seq_len} tokens do not divide over {' x '.join(sharding.TIME_AXES)} = {ways} devices; "
+            f"rows of {near} or {near + ways} would"
+        )
+    if context > 1 and seq_len // context < model.kda.conv - 1:
+        raise ConfigError(
+            f"{name}: rows of {seq_len} tokens over context = {context} devices are {seq_len // context} tokens on "
+            f"each, shorter than the {model.kda.conv - 1} before it that the convolution of {model.kda.conv} taps "
+            f"reads; context must be at most {seq_len // (model.kda.conv - 1)}"
+        )
+
+
+def check_model(model: ModelConfig, mesh: Mesh) -> None:
+    """Raises ConfigError when a dimension that must be split does not divide over the mesh; the message names it."""
+    metas, shapes = meta_by_path(weights.structure(model).meta), weights.structure(model).shapes.params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        sharding.fitting(mesh, meta_of(metas, path, leaf.ndim).axes, leaf.shape, name=path_name(path))
+
+
+def state_shardings(config: TrainConfig, mesh: Mesh, layout: Layout = Layout()) -> TrainState:
     """The sharding of every array of the train state.
 
-    A parameter lies as its logical axes say; what the optimizer keeps for a parameter lies like it; the rest is
-    everywhere. A dimension that its mesh axis does not divide stays whole.
+    A parameter lies as its logical axes say; what the optimizer keeps for a parameter lies like it, or is spread
+    further (``layout.optimizer``); the rest is everywhere.
+
+    Raises:
+      ConfigError: a dimension that must be split does not divide.
     """
     state = abstract_state(config)
     metas = meta_by_path(weights.structure(config.model).meta)
     placed = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights.params):
-        axes = meta_of(metas, path, leaf.ndim).axes
-        placed[path_name(path)] = leaf.shape, sharding.fitting(mesh, axes, leaf.shape)
+        name, axes = path_name(path), meta_of(metas, path, leaf.ndim).axes
+        placed[name] = leaf.shape, sharding.fitting(mesh, axes, leaf.shape, name=name, dense=layout.dense)
 
     def place(path, leaf) -> NamedSharding:
         parts = path_name(path).split("/")
         for start in range(len(parts)):
             shape, where = placed.get("/".join(parts[start:]), (None, None))
             if shape == leaf.shape:
-                return where
+                is_kept = parts[0] == "opt_state"
+                return sharding.spread_further(where, shape, layout.optimizer) if is_kept else where
         return sharding.replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def abstract(config: TrainConfig, mesh: Mesh, layout: Layout = Layout()) -> tuple[TrainState, Batch]:
+    """Shapes, dtypes and shardings of what a train step takes; nothing is allocated."""
+
+    def one(x, where):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    state = jax.tree.map(one, abstract_state(config), state_shardings(config, mesh, layout))
+    return state, jax.tree.map(lambda x: one(x, sharding.rows(mesh)), abstract_batch(config))
 
 
 def put(tree, shardings):

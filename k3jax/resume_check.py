@@ -19,8 +19,9 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh
 
-from k3jax import placement, runtime
+from k3jax import layouts, placement, runtime
 from k3jax.checkpoint import CheckpointError, Checkpoints
+from k3jax.config_layout import Layout
 from k3jax.exits import Exit
 from k3jax.loop import Rows, compile_step, fresh_guard
 from k3jax.metrics import iterate_metrics, plain
@@ -45,7 +46,9 @@ class Replay(NamedTuple):
         return self.logged == self.seen and not self.arrays_that_differ
 
 
-def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None) -> Replay:
+def replay(
+    run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None, layout: Layout = Layout()
+) -> Replay:
     """Makes the step after the checkpoint of ``step`` (by default the newest one that was gone on from) twice.
 
     Raises:
@@ -61,7 +64,7 @@ def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = No
                 f"after {'any of them' if step is None else step}"
             )
         config = checkpoints.config(chosen)
-        shardings = None if mesh is None else placement.state_shardings(config, mesh)
+        shardings = None if mesh is None else placement.state_shardings(config, mesh, layout)
         _, first = checkpoints.load(chosen, shardings=shardings)
     number = config.stage_number(chosen)
     stage, (start, _) = config.at(number), config.bounds(number)
@@ -70,7 +73,7 @@ def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = No
     second = jax.tree.map(jnp.copy, first)  # a step takes its state away
     rows = Rows(stage, mesh)
     batch = rows.place(rows.local(OpenData(config)(number).batches)[chosen - start])
-    compiled = compile_step(stage, first, batch, shardings)
+    compiled = compile_step(stage, first, batch, shardings, layout)
     first, seen = compiled(first, batch)
     second, _ = compiled(second, batch)
     names = _numbers(logged[chosen + 1])
@@ -101,9 +104,10 @@ def main(argv: list[str]) -> None:
     runtime.start()
     run, args = pathlib.Path(argv[1]), flags.FLAGS
     try:
-        text = read_json(run / "environment.json").get("mesh", "") if args.mesh is None else args.mesh
-        mesh = placement.make_mesh(placement.parse_mesh(text)) if text else None
-        found = replay(run, step=args.step, mesh=mesh)
+        text = read_json(run / "environment.json").get("layout", "") if args.layout is None else args.layout
+        layout = layouts.load(text)
+        mesh = placement.make_mesh(layout.sizes) if text else None
+        found = replay(run, step=args.step, mesh=mesh, layout=layout)
     except (CheckpointError, ValueError, OSError) as error:
         print(f"k3jax.resume_check: {error}", file=sys.stderr)
         raise SystemExit(int(Exit.CHECKPOINT)) from error
@@ -118,5 +122,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("step", None, "the checkpoint to begin from; default: the newest that was gone on from")
-    flags.DEFINE_string("mesh", None, "axis=size,...; default: the run's own")
+    flags.DEFINE_string("layout", None, "a name or axis=size,...; default: the run's own")
     app.run(main)

@@ -9,13 +9,15 @@ import optax
 from jax import Array
 
 from k3jax import config as c
-from k3jax import guard, observe
+from k3jax import guard, observe, sharding
+from k3jax.config_layout import Layout
 from k3jax.config_optim import QKClip
 from k3jax.data import Batch
 from k3jax.loss import LossStats, chunked_cross_entropy
 from k3jax.model import balancing, weights
 from k3jax.model.weights import Tree, Weights
-from k3jax.optim import build_optimizer, make_schedule, qk_clip, update_rms
+from k3jax.optim import build_optimizer, make_schedule, orthogonalize, qk_clip, update_rms
+from k3jax.parallel.muon import orthogonalize_arrays
 from k3jax.run_config import TrainConfig
 
 
@@ -55,7 +57,10 @@ class StepMetrics(NamedTuple):
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer of a run."""
-    return build_optimizer(config.optimizer, weights.structure(config.model).meta, config.steps)
+    meta, on_mesh = weights.structure(config.model).meta, sharding.active()
+    return build_optimizer(
+        config.optimizer, meta, config.steps, orthogonalize=orthogonalize_arrays if on_mesh else orthogonalize
+    )
 
 
 def init_state(config: TrainConfig) -> TrainState:
@@ -83,12 +88,22 @@ def abstract_batch(config: TrainConfig) -> Batch:
     return Batch(ints, ints, ints, jax.ShapeDtypeStruct(ints.shape, jnp.float32))
 
 
-def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, count: Array, *, capture: bool = False):
+def loss_fn(
+    params: Tree,
+    router: Tree,
+    config: TrainConfig,
+    batch: Batch,
+    count: Array,
+    *,
+    capture: bool = False,
+    on: Layout = Layout(),
+):
     """A batch's part of the mean loss, and what the forward pass saw.
 
     Args:
       count: [] tokens of the whole step, which the sum over this batch's tokens is divided by.
       capture: keep every layer's hidden state in its report.
+      on: what travels between the devices of the mesh in scope, if there is one.
 
     Returns:
       ``(objective, (stats, reports))``: the float32 number to differentiate, the sums to report, and the layers'
@@ -96,7 +111,7 @@ def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, count
     """
     model = config.model
     net = weights.bind(model, Weights(params, router))
-    hidden, reports = net(model, batch.tokens_BT, batch.segments_BT, observe=True, capture=capture)
+    hidden, reports = net(model, batch.tokens_BT, batch.segments_BT, observe=True, capture=capture, on=on)
     with jax.named_scope("loss"):
         objective, stats = chunked_cross_entropy(
             hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk, z_loss=config.z_loss
@@ -106,43 +121,59 @@ def loss_fn(params: Tree, router: Tree, config: TrainConfig, batch: Batch, count
     return (objective + stats.weight * sum(aux)) / count, (stats, reports)
 
 
-def _gradients(config: TrainConfig, state: TrainState, batch: Batch):
+def _gradients(config: TrainConfig, state: TrainState, batch: Batch, on: Layout):
     """Gradient of the mean loss, the loss, summed statistics and reports, accumulated over micro-batches in float32."""
     count = jnp.maximum(batch.weights_BT.sum(), 1)
-    grad_fn = jax.value_and_grad(partial(loss_fn, config=config, count=count), has_aux=True)
+    grad_fn = jax.value_and_grad(partial(loss_fn, config=config, count=count, on=on), has_aux=True)
 
     def one(batch):
         (objective, (stats, reports)), grads = grad_fn(state.weights.params, state.weights.router, batch=batch)
         return grads, objective, stats, reports
 
+    def summed(reports):
+        return [[observe.added_up(report) for report in segment] for segment in reports]
+
     if config.micro_batches == 1:
-        return one(batch)
-    split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+        *terms, reports = one(batch)
+        return *terms, summed(reports)
+    split = _micro_batches(batch, config.micro_batches)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:3])
+    zeros = sharding.zeros(shapes[:3])
 
     def accumulate(sums, micro_batch):
         *terms, reports = one(micro_batch)
         return jax.tree.map(jnp.add, sums, tuple(terms)), reports
 
     sums, reports = jax.lax.scan(accumulate, zeros, split)
-    return *sums, [[observe.merge(report) for report in segment] for segment in reports]
+    return *sums, summed([[observe.merge(report) for report in segment] for segment in reports])
 
 
-def train_step(config: TrainConfig, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step on the global batch.
+def _micro_batches(batch: Batch, count: int) -> Batch:
+    """Each array [B, ...] as [count, B / count, ...]; on a mesh every device cuts its own rows."""
+
+    def cut(batch):
+        return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+    return sharding.island(cut, sharding.CUT_ROWS)(batch)
+
+
+def train_step(
+    config: TrainConfig, state: TrainState, batch: Batch, on: Layout = Layout()
+) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step on the global batch. ``on``: what travels between the devices of the mesh in scope.
 
     The new router bias comes from this batch and counts from the next one on. When the guards refuse the step, only the
     step number and what they remember move; once they have halted the run, nothing does.
     """
-    grads, objective, stats, reports = _gradients(config, state, batch)
+    grads, objective, stats, reports = _gradients(config, state, batch, on)
     meta = weights.structure(config.model).meta
     grad_norms = observe.norms_by_role(grads, meta)
     grad_norm = optax.tree.norm(grad_norms)
     loss = stats.nats / jnp.maximum(stats.weight, 1)
     finite = jnp.isfinite(objective) & jnp.isfinite(grad_norm)
     verdict, guards = guard.judge(state.guard, loss, finite, spikes=config.spikes, max_skipped=config.max_skipped)
-    kept, rms = jax.lax.cond(verdict.apply, partial(_apply, config), partial(_skip, config), state, grads, reports)
+    apply, skip = (partial(fn, config, on) for fn in (_apply, _skip))
+    kept, rms = jax.lax.cond(verdict.apply, apply, skip, state, grads, reports)
     metrics = StepMetrics(
         loss=loss,
         weight=stats.weight,
@@ -163,11 +194,13 @@ def _updates_made(opt_state: Any) -> Array:
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
-def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):
+def _apply(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, reports):
     """New weights, optimizer state and balancing window, and the RMS of the updates by role."""
     with jax.named_scope("optimizer"):
-        updates, opt_state = optimizer(config).update(grads, state.opt_state, state.weights.params)
-        params = optax.apply_updates(state.weights.params, updates)
+        params = state.weights.params
+        own_grads, own_params = sharding.spread((grads, params), on.optimizer)
+        updates, opt_state = optimizer(config).update(own_grads, state.opt_state, own_params)
+        params = optax.apply_updates(params, sharding.lie_like(updates, params))
         if config.optimizer.qk_clip is not None:
             params = _clip_attention(config.optimizer.qk_clip, params, reports)
     with jax.named_scope("balance"):
@@ -176,16 +209,16 @@ def _apply(config: TrainConfig, state: TrainState, grads: Tree, reports):
     return (Weights(params, router), opt_state, window), rms
 
 
-def _skip(config: TrainConfig, state: TrainState, grads: Tree, reports):
+def _skip(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, reports):
     """The old ones."""
-    rms = jax.eval_shape(partial(_apply, config), state, grads, reports)[1]
+    rms = jax.eval_shape(partial(_apply, config, on), state, grads, reports)[1]
     return (state.weights, state.opt_state, state.window), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
 
 
-def eval_step(config: TrainConfig, weights_: Weights, batch: Batch) -> LossStats:
+def eval_step(config: TrainConfig, weights_: Weights, batch: Batch, on: Layout = Layout()) -> LossStats:
     """Summed statistics of a held-out batch; balancing neither sees nor moves anything."""
     net = weights.bind(config.model, weights_)
-    hidden, _ = net(config.model, batch.tokens_BT, batch.segments_BT)
+    hidden, _ = net(config.model, batch.tokens_BT, batch.segments_BT, on=on)
     _, stats = chunked_cross_entropy(hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk)
     return stats
 

@@ -2,7 +2,7 @@
 
     python -m k3jax.train --config nano --run runs/nano
     python -m k3jax.train --config nano --run runs/wide --set model.dim=192 --set optimizer.schedule.peak=0.01
-    python -m k3jax.train --config nano --run runs/nano --mesh data=8
+    python -m k3jax.train --config nano --run runs/nano --layout data=8
 
 The same command with the same run folder goes on where the last checkpoint stands. Exit codes: `k3jax.exits`.
 """
@@ -18,9 +18,10 @@ import jax
 from absl import app, flags
 from jax.sharding import Mesh
 
-from k3jax import accounting, config_io, distributed, peak, placement, presets, report, runtime, sampling
+from k3jax import accounting, config_io, distributed, layouts, peak, placement, presets, report, runtime, sampling
 from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError, check_paths
 from k3jax.config import ConfigError
+from k3jax.config_layout import Layout
 from k3jax.data import DataError
 from k3jax.data.load import load_data
 from k3jax.data.tokenizers import make_tokenizer
@@ -44,6 +45,7 @@ class Options:
 
     Attributes:
       mesh: the devices of the run, None for the first one alone.
+      layout: what travels between them.
       allow: configuration fields that may differ from those of the checkpoint.
       trackers: who gets the metrics beside the JSON lines.
       profile: steps to trace.
@@ -52,6 +54,7 @@ class Options:
     """
 
     mesh: Mesh | None = None
+    layout: Layout = Layout()
     allow: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     profile: range = range(0)
@@ -74,6 +77,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
     """
     if options.mesh is not None:
         placement.check_batch(config, options.mesh)
+        placement.check_model(config.model, options.mesh)
     run.mkdir(parents=True, exist_ok=True)
     clock = Clock(began=time.time() - runtime.seconds_since_start())
     with (
@@ -108,6 +112,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
                 progress,
                 stop,
                 peak_flops=peak.of_devices(run).flops_per_second,
+                layout=options.layout,
                 profile=options.profile,
                 dump_hlo=options.dump_hlo,
                 owed=restored.step if restored is not None and restored.position.get("owed") else None,
@@ -140,7 +145,7 @@ def _start(
 ) -> tuple[TrainState, TrainState | None, Restored | None]:
     """The state to begin with, where its arrays lie, and what was restored. ``identities``: of each stage's data."""
     check_paths(config, options.allow)
-    shardings = None if options.mesh is None else placement.state_shardings(config, options.mesh)
+    shardings = None if options.mesh is None else placement.state_shardings(config, options.mesh, options.layout)
     if checkpoints.latest() is None:
         _refuse_lost_checkpoints(config, run)
         state = init_state(config)
@@ -180,8 +185,8 @@ def _record(
     if jax.process_index() == 0:
         (run / "summary.json").unlink(missing_ok=True)  # of a run that ended before this one, at fewer steps
         write_json(run / "config.json", config_io.to_dict(config))
-        mesh = "" if options.mesh is None else placement.mesh_text(options.mesh)
-        write_json(run / "environment.json", {**runtime.environment(), "corpus": identity, "mesh": mesh})
+        text = "" if options.mesh is None else layouts.text(placement.layout_of(options.mesh, options.layout))
+        write_json(run / "environment.json", {**runtime.environment(), "corpus": identity, "layout": text})
     for problem in restored.passed_over if restored is not None else ():
         writers.write({"step": restored.step, "kind": "event", "event": "damaged_checkpoint", "reason": problem})
 
@@ -190,10 +195,10 @@ def _finish(config: TrainConfig, state: TrainState, data: StageData, baselines: 
     """Evaluates, samples, sums up and reports a run that came to its last step."""
     tools.progress.phase("evaluating all held-out text")
     with tools.clock.book("evaluation"):
-        line = Evaluator(config.at(config.last_stage), tools.mesh).line(state.weights, data.held_out)
+        line = Evaluator(config.at(config.last_stage), tools.mesh, tools.layout).line(state.weights, data.held_out)
     tools.writers.write({"step": config.steps, "kind": "eval", **line})
     tools.progress.phase("sampling")
-    sample = _sample(config, state.weights)
+    sample = _sample(config, state.weights, tools.mesh)
     counts = accounting.count_parameters(config.model)
     tools.writers.write({"step": config.steps, "kind": "event", "event": "stopped", "reason": "done"})
     summary = {
@@ -241,14 +246,15 @@ class OpenData:
         return next(iter(self._load(self._config.at(self._config.last_stage).data).baselines().values()), {})
 
 
-def _sample(config: TrainConfig, weights: Weights) -> str:
-    """What the model makes of the prompt."""
+def _sample(config: TrainConfig, weights: Weights, mesh: Mesh | None) -> str:
+    """What the model makes of the prompt; on one device."""
     if jax.process_count() > 1:
         return "no sample: weights that lie on several hosts are sampled from by k3jax.generate, from a checkpoint\n"
     tokenizer = make_tokenizer(config.tokenizer)
     if config.model.vocab < tokenizer.size:
         return "no sample: the model has no tokens for text\n"
     prompt = [tokenizer.bos, *tokenizer.encode(config.sample_prompt)]
+    weights = weights if mesh is None else jax.device_put(jax.device_get(weights), mesh.devices.flat[0])
     choice = sampling.Sampling(temperature=0.8, top_p=0.95, seed=config.seed)
     (new,) = sampling.generate(
         config.model, weights, [prompt], max_new=config.sample_tokens, sampling=choice, stop=tokenizer.eos
@@ -264,8 +270,10 @@ def main(argv: list[str]) -> None:
         distributed.join_processes(args.coordinator, args.processes, args.process, hosts=args.hosts)
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
+        mesh, layout = placement.layout_of_flag(args.layout, config)
         options = Options(
-            mesh=placement.mesh_of_flag(args.mesh, config),
+            mesh=mesh,
+            layout=layout,
             allow=tuple(args.allow_change),
             trackers=trackers.parse(args.log),
             profile=trace.parse(args.profile, config.steps),
@@ -313,7 +321,8 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
     flags.DEFINE_string("run", None, "the run folder; default runs/CONFIG")
     flags.DEFINE_multi_string("allow_change", [], "a configuration field that may differ from the checkpoint's")
-    flags.DEFINE_string("mesh", "", "axis=size,...; default: as many devices as divide the rows, on the data axis")
+    flags.DEFINE_string("layout", "", "a name (k3jax.layouts) or axis=size,...; default: as many devices as divide the rows, on the data axis")
+    flags.DEFINE_alias("mesh", "layout")
     flags.DEFINE_string("log", "", "trackers beside the JSON lines: tensorboard, wandb, trackio, mlflow")
     flags.DEFINE_string("profile", "", "START:STOP, the steps to trace for xprof, into RUN/profile")
     flags.DEFINE_bool("dump_hlo", False, "keep the text of the compiled train step, in RUN/hlo")

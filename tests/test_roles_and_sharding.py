@@ -31,7 +31,7 @@ def test_every_parameter_has_a_role_and_a_rule(name):
             layers = (segments[int(segment)].repeats, segments[int(segment)].runs[int(run)].count)
             assert leaf.shape[:2] == layers, path
         spec = sharding.spec(meta.axes, stacked=stacked)
-        used = [axis for axis in spec if axis is not None]
+        used = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
         assert len(spec) == leaf.ndim and len(used) == len(set(used)), path
         assert set(used) <= set(sharding.MESH_AXES), path
     moe_layers = sum(kind.ffn == "moe" for kind in model.kinds)
@@ -57,10 +57,13 @@ def test_kimi_k3_divides_over_a_pod():
 
 
 def test_spec():
-    assert sharding.spec(("embed", "ff"), stacked=2) == PartitionSpec(None, None, "fsdp", "tensor")
+    assert sharding.spec(("embed", "ff"), stacked=2) == PartitionSpec(None, None, ("fsdp", "expert"), "tensor")
+    assert sharding.spec(("embed", "ff"), dense=("expert",)) == PartitionSpec("expert", "tensor")
+    assert sharding.spec(("experts", "embed")) == PartitionSpec("expert", "fsdp"), "what is left of two axes"
     assert sharding.spec(("vocab", "heads")) == PartitionSpec("tensor", None), "one mesh axis shards one dimension"
     assert sharding.spec(("rank", "key", "value")) == PartitionSpec(None, None, None)
-    assert set(sharding.RULES.values()) - {None} <= set(sharding.MESH_AXES)
+    for axes in (*sharding.SPLIT.values(), *sharding.SPREAD.values(), sharding.TOKEN_AXES):
+        assert set(axes) <= set(sharding.MESH_AXES)
 
 
 class Bare(nnx.Module):

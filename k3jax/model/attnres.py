@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
+from k3jax import nn, sharding
 from k3jax.roles import Role
 
 
@@ -58,7 +58,8 @@ def closes_block(residual: c.Residual, layer: int) -> bool:
 
 def start(residual: c.Residual, layers: int, x_BTD: Array) -> Stream:
     """The stream before the first layer: the embedding is the running sum."""
-    sources = jnp.zeros((source_slots(residual, layers), *x_BTD.shape), x_BTD.dtype)
+    shape = source_slots(residual, layers), *x_BTD.shape
+    sources = jnp.zeros(shape, x_BTD.dtype, out_sharding=sharding.out_sharding(sharding.SOURCES))
     return Stream(x_BTD, sources, jnp.zeros((), jnp.int32))
 
 
@@ -66,8 +67,8 @@ class DepthMix(nnx.Module):
     """One mixing site: a norm gain and a pseudo-query, which starts at zero so that every source weighs the same."""
 
     def __init__(self, model: c.ModelConfig):
-        self.norm = nn.norm_weight("norm", model.dim, "embed")
-        self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("embed",), init=nn.ZEROS)
+        self.norm = nn.norm_weight("norm", model.dim, "width")
+        self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("width",), init=nn.ZEROS)
 
     def __call__(self, model: c.ModelConfig, stream: Stream) -> Array:
         """[B, T, D]: what the sub-layer at this site reads."""
@@ -137,7 +138,10 @@ def _mix_bwd(eps, saved, dh_BTD):
     def of(v, weight, along_u, along_v):
         v32 = v.astype(jnp.float32)
         dv = weight[..., None] * dh + along_u[..., None] * u_D - along_v[..., None] * v32
-        return dv.astype(v.dtype), jnp.einsum("...,...d->d", along_u, v32, precision=jax.lax.Precision.HIGHEST)
+        du = jnp.einsum(
+            "...,...d->d", along_u, v32, precision=jax.lax.Precision.HIGHEST, out_sharding=sharding.out_sharding()
+        )
+        return dv.astype(v.dtype), du
 
     dsources, du = of(stream.sources, weights[:-1], along_u[:-1], along_v[:-1])
     drunning, du_last = of(stream.running, weights[-1], along_u[-1], along_v[-1])

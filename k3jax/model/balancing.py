@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from k3jax import config as c
+from k3jax import sharding
 
 COARSE_BINS = 32
 
 
 class Observation(NamedTuple):
-    """What one MoE layer reports about one batch. ``None`` where the balancer does not ask for it.
+    """What one MoE layer reports about one batch. ``None`` where the balancer does not ask for it. Sums over tokens leave
+    an island in parts (:func:`k3jax.sharding.partial`).
 
     load: [E] int32 tokens sent to each expert, padding left out.
     tokens: [] int32 tokens seen, padding left out.
@@ -61,7 +63,22 @@ def observe(balancer: c.Balancer, scores_NE, bias_E, selected_NA, biased_top_NA1
         case c.AuxLoss(weight):
             aux_loss = weight * switch_loss(scores_NE, load, selected_NA.shape[1], valid_N)
     margin = jnp.where(valid_N, biased_top_NA1[:, -2] - biased_top_NA1[:, -1], 0).sum()
-    return Observation(load, valid_N.sum(dtype=jnp.int32), histogram, required, aux_loss, jax.lax.stop_gradient(margin))
+    sums = load, valid_N.sum(dtype=jnp.int32), histogram, jax.lax.stop_gradient(margin)
+    load, tokens, histogram, margin = sharding.partial(sums)
+    return Observation(load, tokens, histogram, required, aux_loss, margin)
+
+
+def observation_specs(balancer: c.Balancer) -> Observation:
+    """How an observation leaves an island, one spec per field that is not None."""
+    part = sharding.PARTIAL
+    return Observation(
+        load=part,
+        tokens=part,
+        histogram=part if isinstance(balancer, c.QuantileBalancing) else None,
+        required=part if isinstance(balancer, c.ExactQuantileBalancing) else None,
+        aux_loss=sharding.EVERYWHERE if isinstance(balancer, c.AuxLoss) else None,
+        margin=part,
+    )
 
 
 def histogram_range(bias_E: Array, bins: int) -> tuple[Array, Array]:
@@ -113,10 +130,11 @@ def exact_quantile(required_NE: Array, target: Array, tokens: Array) -> Array:
 
 def switch_loss(scores_NE: Array, load_E: Array, active: int, valid_N: Array) -> Array:
     """``E sum_e f_e P_e``: share of the assignments times mean normalized score; 1 when both are even."""
-    tokens = jnp.maximum(valid_N.sum(), 1)
-    share_E = load_E / (tokens * active)
     probability = scores_NE / scores_NE.sum(axis=-1, keepdims=True)
-    mean_E = jnp.where(valid_N[:, None], probability, 0).sum(axis=0) / tokens
+    sums = valid_N.sum(), load_E, jnp.where(valid_N[:, None], probability, 0).sum(axis=0)
+    tokens, load_E, sum_E = sharding.total(sums, sharding.TOKEN_AXES)
+    tokens = jnp.maximum(tokens, 1)
+    share_E, mean_E = load_E / (tokens * active), sum_E / tokens
     return scores_NE.shape[1] * jnp.sum(jax.lax.stop_gradient(share_E) * mean_E)
 
 

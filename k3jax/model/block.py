@@ -9,6 +9,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
+from k3jax.config_layout import Layout
 from k3jax.model import attnres, balancing, kda, layout, memory, mla
 from k3jax.model.ffn import GatedFFN
 from k3jax.model.kda import KDALayer
@@ -52,8 +53,8 @@ class Layer(nnx.Module):
     """A mixer and a feed-forward part, each behind a pre-norm and, with attention residuals, a depth mixture."""
 
     def __init__(self, model: c.ModelConfig, kind: c.LayerKind):
-        self.mixer_norm = nn.norm_weight("mixer_norm", model.dim, "embed")
-        self.ffn_norm = nn.norm_weight("ffn_norm", model.dim, "embed")
+        self.mixer_norm = nn.norm_weight("mixer_norm", model.dim, "width")
+        self.ffn_norm = nn.norm_weight("ffn_norm", model.dim, "width")
         self.mixer = (KDALayer if kind.mixer == "kda" else MLALayer)(model)
         if kind.ffn == "moe":
             self.ffn = MoELayer(model)
@@ -63,20 +64,21 @@ class Layer(nnx.Module):
             self.mixer_mix = attnres.DepthMix(model)
             self.ffn_mix = attnres.DepthMix(model)
 
-    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False):
-        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block."""
+    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False, on=Layout()):
+        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block. ``on``:
+        what travels between devices."""
         observe_depth = observe and not isinstance(model.residual, c.PlainResidual)
         depth = [self.mixer_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         x, max_logit, gauges = self._read(model, stream, "mixer"), None, None
         if isinstance(self.mixer, MLALayer):
-            y, max_logit = self.mixer(model, x, inputs.segment_ids)
+            y, max_logit = self.mixer(model, x, inputs.segment_ids, order=on.mla)
         elif observe:
             y, gauges = self.mixer.observed(model, x, inputs.segment_ids)
         else:
             y = self.mixer(model, x, inputs.segment_ids)
         stream = _add_mixer(model, stream, memory.mark(y, "mixer_out"), closes)
         depth += [self.ffn_mix.weights(model, stream, inputs.valid)] if observe_depth else []
-        stream, seen = self._feed_forward(model, stream, inputs.valid, observe)
+        stream, seen = self._feed_forward(model, stream, inputs.valid, observe, on)
         hidden = stream.running if capture else None
         return stream, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth) if depth else None)
 
@@ -88,7 +90,7 @@ class Layer(nnx.Module):
         y, cache = self.mixer.extend(model, x, cache, where)
         stream = _add_mixer(model, stream, y, closes)
         valid = jnp.ones(x.shape[:2], bool)
-        stream, _ = self._feed_forward(model, stream, valid, observe=False)
+        stream, _ = self._feed_forward(model, stream, valid, observe=False, on=Layout())
         return attnres.settle(stream), cache
 
     def _read(self, model, stream, site):
@@ -98,10 +100,10 @@ class Layer(nnx.Module):
             mixed = getattr(self, f"{site}_mix")(model, stream)
         return nn.rms_norm(mixed, getattr(self, f"{site}_norm")[...], model.eps)
 
-    def _feed_forward(self, model, stream, valid, observe):
+    def _feed_forward(self, model, stream, valid, observe, on):
         x, seen = self._read(model, stream, "ffn"), None
         if isinstance(self.ffn, MoELayer):
-            y, seen = self.ffn(model, x, valid, observe=observe)
+            y, seen = self.ffn(model, x, valid, observe=observe, transport=on.transport)
         else:
             y = self.ffn(model, x)
         return attnres.add(stream, y, close=isinstance(model.residual, c.FullAttnRes)), seen
@@ -118,7 +120,7 @@ def _add_mixer(model, stream, y, closes):
             return attnres.add(stream, y, close=closes)
 
 
-def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool):
+def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool, on: Layout = Layout()):
     """One layer as the body of a scan: ``(stream, final), (layer, closes) -> (stream, final), report``.
 
     The layer reads the buffer of depth sources and keeps what ``model.remat`` says (``final``: see
@@ -128,7 +130,7 @@ def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: 
     def layer_fn(running, sources, rest):
         layer, count, closes, inputs = rest
         stream = attnres.Stream(running, sources, count)
-        stream, report = layer(model, stream, closes, inputs, observe=observe, capture=capture)
+        stream, report = layer(model, stream, closes, inputs, observe=observe, capture=capture, on=on)
         return stream._replace(sources=None), report
 
     remembered = memory.remembered(model.remat, layer_fn)

@@ -1,12 +1,14 @@
 """Gated activations and the dense feed-forward layer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
+from k3jax import nn, sharding
 from k3jax.roles import Role
 
 
@@ -34,7 +36,15 @@ class GatedFFN(nnx.Module):
             setattr(self, name, nn.param(name, shape, role=Role.MATRIX, axes=("embed", "ff"), init=normal))
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array) -> Array:
+        """[B, T, D] to [B, T, D]."""
+        local = partial(GatedFFN._local, model=model)
+        return nn.on_shards(local, self, x_BTD, dtype=x_BTD.dtype, out=sharding.TOKENS)
+
+    def _local(self, x_BTD, *, model):
+        """On a mesh a device has its part of the width F, for all tokens of its context shard."""
+        x_BTD = sharding.gather(x_BTD, "tensor", dim=1)
         with jax.named_scope("gated_ffn"):
             gate = nn.einsum("btd,df->btf", x_BTD, self.gate[...])
             up = nn.einsum("btd,df->btf", x_BTD, self.up[...])
-            return nn.einsum("btf,df->btd", gated(model.activation, gate, up), self.down[...])
+            y = nn.einsum("btf,df->btd", gated(model.activation, gate, up), self.down[...])
+        return sharding.scatter(y, "tensor", dim=1)

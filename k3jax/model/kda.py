@@ -3,6 +3,7 @@
 K3 report (arXiv 2607.24653), section 2.1.1; Kimi Linear (arXiv 2510.26692).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
+from k3jax import nn, sharding
 from k3jax.model.memory import mark
+from k3jax.parallel.context import kda_context, short_conv_context
 from k3jax.roles import Role
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.inputs import log_decay
@@ -140,18 +142,39 @@ class KDALayer(nnx.Module):
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> Array:
         """[B, T, D] to [B, T, D], every document from a zero state."""
-        return self._attend(model, x_BTD, segment_ids, cache=None)[0]
+
+        def local(layer, x, segment_ids):
+            return layer._attend(model, x, segment_ids, cache=None)[0]
+
+        return nn.on_shards(local, self, x_BTD, segment_ids, dtype=x_BTD.dtype, out=sharding.TOKENS)
 
     def observed(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Gauges]:
         """The same with the layer's gauges, in which every eighth token speaks for all: decays cost an exponential
         per token and channel."""
-        y, state, _, raw_gate = self._attend(model, x_BTD, segment_ids, cache=None)
-        with jax.named_scope("kda_gauges"):
-            sample = slice((x_BTD.shape[1] - 1) % GAUGE_EVERY, None, GAUGE_EVERY)
-            gate = jax.lax.stop_gradient(raw_gate[:, sample]).astype(jnp.float32)
-            g = log_decay(gate, self.A_log[...], self.dt_bias[...], _lower_bound(model))
-            valid = jnp.ones(x_BTD.shape[:2], bool) if segment_ids is None else segment_ids >= 0
-            return y, gauges(g, valid[:, sample], state, valid.any(axis=1))
+
+        def local(layer, x, segment_ids):
+            y, state, _, raw_gate = layer._attend(model, x, segment_ids, cache=None)
+            with jax.named_scope("kda_gauges"):
+                return y, layer._gauges(model, raw_gate, state, segment_ids)
+
+        out = sharding.TOKENS, sharding.EVERYWHERE
+        return nn.on_shards(local, self, x_BTD, segment_ids, dtype=x_BTD.dtype, out=out)
+
+    def _gauges(self, model, raw_gate_BTHK, state_BHKV, segment_ids):
+        B, T = raw_gate_BTHK.shape[:2]
+        shards, shard = sharding.size("context"), sharding.index("context")
+        valid = jnp.ones((B, T * shards), bool) if segment_ids is None else segment_ids >= 0
+        # The same tokens of a row whatever shard they lie on: those that are a multiple of eight before its last.
+        first = (T * shards - 1 - shard * T) % GAUGE_EVERY
+        sampled = first + GAUGE_EVERY * jnp.arange(-(-T // GAUGE_EVERY))
+        inside = sharding.part(valid, "context", 1)[:, jnp.minimum(sampled, T - 1)] & (sampled < T)
+        gate = jax.lax.stop_gradient(raw_gate_BTHK[:, jnp.minimum(sampled, T - 1)]).astype(jnp.float32)
+        g = log_decay(gate, self.A_log[...], self.dt_bias[...], _lower_bound(model))
+        filled = valid.any(axis=1) & (shard == shards - 1)
+        seen = gauges(g, inside, jnp.where(filled[:, None, None, None], state_BHKV, 0), filled)
+        axes = (*sharding.BATCH_AXES, *sharding.TIME_AXES)
+        low, high = sharding.smallest(seen.low, axes), sharding.largest(seen.high, axes)
+        return sharding.total(seen._replace(low=None, high=None), axes)._replace(low=low, high=high)
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: KDACache, lengths_B: Array) -> tuple[Array, KDACache]:
         """The same for tokens that continue ``cache``; row b has ``lengths_B[b]`` real tokens, the rest is padding."""
@@ -162,7 +185,12 @@ class KDALayer(nnx.Module):
         return y, KDACache(state, conv)
 
     def _attend(self, model, x_BTD, segment_ids, cache):
-        """Output, final state, inputs of the convolutions, and the gate before its activation."""
+        """Output, final state, inputs of the convolutions, and the gate before its activation.
+
+        On a mesh a device has its heads of all tokens of its context shard; segment_ids are of whole rows.
+        """
+        x_BTD, here = sharding.gather(x_BTD, "tensor", dim=1), sharding.part(segment_ids, "context", dim=1)
+        in_shards = sharding.size("context") > 1
         with jax.named_scope("kda_projections"):
             inputs = [nn.einsum("btd,dhk->bthk", x_BTD, getattr(self, name)[...]) for name in "qkv"]
             raw_gate = nn.einsum(
@@ -173,9 +201,12 @@ class KDALayer(nnx.Module):
         with jax.named_scope("kda_conv"):
             history = cache.conv if cache else (None,) * 3
             weights = [getattr(self, f"{name}_conv")[...] for name in "qkv"]
-            q, k, v = (short_conv(x, w, segment_ids, h) for x, w, h in zip(inputs, weights, history))
+            if in_shards:
+                q, k, v = short_conv_context(short_conv, inputs, weights, here, axis="context")
+            else:
+                q, k, v = (short_conv(x, w, here, h) for x, w, h in zip(inputs, weights, history))
         with jax.named_scope("kda"):
-            o, state = kda(
+            o, state = (partial(kda_context, axis="context") if in_shards else kda)(
                 q,
                 k,
                 v,
@@ -184,13 +215,13 @@ class KDALayer(nnx.Module):
                 A_log=self.A_log[...],
                 dt_bias=self.dt_bias[...],
                 lower_bound=_lower_bound(model),
-                segment_ids=segment_ids,
+                segment_ids=here,
                 initial_state=cache.state if cache else None,
             )
         with jax.named_scope("kda_output"):
             o = self._gated_norm(model, mark(o, "attended"), x_BTD)
             y = nn.einsum("bthv,dhv->btd", o, self.out[...])
-        return y, state, inputs, raw_gate
+        return sharding.scatter(y, "tensor", dim=1), state, inputs, raw_gate
 
     def _gated_norm(self, model: c.ModelConfig, o_BTHV: Array, x_BTD: Array) -> Array:
         """Per-head RMSNorm times the output gate: all in float32, cast once (K3 report, eq. 6)."""

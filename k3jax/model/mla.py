@@ -3,6 +3,7 @@
 K3 report (arXiv 2607.24653), section 2.1.2, eq. 7; MLA itself is DeepSeek-V2 (arXiv 2405.04434).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
+from k3jax import nn, sharding
 from k3jax.model.memory import mark
+from k3jax.parallel.attention import compressed_attention
+from k3jax.parallel.context import Contiguous, QueryOrder, mla_context
 from k3jax.roles import Role
 from k3jax.shapes import PADDING_SEGMENT
 
@@ -114,14 +117,14 @@ class MLALayer(nnx.Module):
             self.q = nn.param("q", (D, H, spec.qk_dim), role=Role.HEADS, axes=("embed", "heads", "key"), init=normal)
         else:
             self.q_down = nn.param("q_down", (D, spec.q_rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
-            self.q_norm = nn.norm_weight("q_norm", spec.q_rank, "rank")
+            self.q_norm = nn.norm_weight("q_norm", spec.q_rank, "width")
             self.q_up = nn.param(
                 "q_up", (spec.q_rank, H, spec.qk_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
             )
         self.kv_down = nn.param(
             "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
         )
-        self.kv_norm = nn.norm_weight("kv_norm", R, "rank")
+        self.kv_norm = nn.norm_weight("kv_norm", R, "width")
         self.k_up = nn.param("k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal)
         self.v_up = nn.param("v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal)
         value = ("embed", "heads", "value")
@@ -129,12 +132,29 @@ class MLALayer(nnx.Module):
             self.gate = nn.param("gate", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
         self.out = nn.param("out", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
 
-    def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Array]:
-        """[B, T, D] to [B, T, D], and the largest attention logit of each head, [H]."""
-        position = jnp.arange(x_BTD.shape[1])[None]
+    def __call__(
+        self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None, *, order: QueryOrder = Contiguous()
+    ) -> tuple[Array, Array]:
+        """[B, T, D] to [B, T, D], and the largest attention logit of each head, [H]. ``order``: which device attends
+        from which tokens, where rows are cut."""
+        local = partial(MLALayer._local, model=model, order=order)
+        out = sharding.TOKENS, sharding.HEADS
+        return nn.on_shards(local, self, x_BTD, segment_ids, dtype=x_BTD.dtype, out=out)
+
+    def _local(self, x_BTD, segment_ids, *, model, order):
+        """On a mesh a device has its heads of the tokens of its context shard, and attends to keys of whole rows."""
+        x_BTD = sharding.gather(x_BTD, "tensor", dim=1)
+        T = x_BTD.shape[1]
+        position = sharding.index("context") * T + jnp.arange(T)[None]
         q, latent, shared = self._project(model, x_BTD, position)
-        o, max_logit = self._expanded(model, q, latent, shared, position, position, segment_ids, segment_ids)
-        return self._output(model, mark(o, "attended"), x_BTD), max_logit
+        if sharding.size("context") > 1:
+            attend = partial(self._compressed, model)
+            o, max_logit = mla_context(attend, q, latent, shared, segment_ids, axis="context", order=order)
+        else:
+            o, max_logit = self._expanded(model, q, latent, shared, position, position, segment_ids, segment_ids)
+        y = self._output(model, mark(o, "attended"), x_BTD)
+        max_logit = sharding.largest(max_logit, (*sharding.BATCH_AXES, "context"))
+        return sharding.scatter(y, "tensor", dim=1), max_logit
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: MLACache, start_B: Array) -> tuple[Array, MLACache]:
         """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``.
@@ -181,6 +201,18 @@ class MLALayer(nnx.Module):
                 q,
                 k,
                 v,
+                scale=model.mla.qk_dim**-0.5,
+                query_position=query_position,
+                key_position=key_position,
+                query_segment=query_segment,
+                key_segment=key_segment,
+            )
+
+    def _compressed(self, model, q, latent, shared, query_position, key_position, query_segment, key_segment):
+        """As :meth:`_expanded`, for rows so long that their keys and values are expanded a block at a time."""
+        with jax.named_scope("mla_compressed"):
+            return compressed_attention(
+                *(q, latent, shared, self.k_up[...].astype(q.dtype), self.v_up[...].astype(q.dtype)),
                 scale=model.mla.qk_dim**-0.5,
                 query_position=query_position,
                 key_position=key_position,

@@ -3,6 +3,7 @@
 K3 report (arXiv 2607.24653), section 2.3, eq. 11; LatentMoE is arXiv 2601.18089.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,10 +12,12 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import grouped, nn
+from k3jax import grouped, nn, sharding
 from k3jax.model import balancing
 from k3jax.model.ffn import GatedFFN, gated
 from k3jax.model.memory import mark
+from k3jax.parallel import experts
+from k3jax.parallel.transport import AllGather, Transport
 from k3jax.roles import Role
 
 
@@ -86,34 +89,46 @@ class MoELayer(nnx.Module):
             self.latent_down = nn.param("latent_down", (D, L), role=Role.MATRIX, axes=latent, init=normal)
             self.latent_up = nn.param("latent_up", (D, L), role=Role.MATRIX, axes=latent, init=normal)
             if spec.latent.norm:
-                self.latent_norm = nn.norm_weight("latent_norm", L, "latent")
-        experts = ("experts", "latent" if spec.latent else "embed", "ff")
+                self.latent_norm = nn.norm_weight("latent_norm", L, "width")
+        experts = ("experts", "expert_in", "expert_ff")
         for name in ("gate", "up", "down"):
             setattr(self, name, nn.param(name, (E, L, F), role=Role.EXPERTS, axes=experts, init=normal))
         if spec.shared:
             self.shared = GatedFFN(model, spec.shared * F)
 
     def __call__(
-        self, model: c.ModelConfig, x_BTD: Array, valid_BT: Array, *, observe: bool
+        self, model: c.ModelConfig, x_BTD: Array, valid_BT: Array, *, observe: bool, transport: Transport = AllGather()
     ) -> tuple[Array, balancing.Observation | None]:
-        """[B, T, D] to [B, T, D]; with ``observe``, what the balancer needs to know of the batch."""
-        spec = model.moe
-        with jax.named_scope("moe_route"):
-            x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-            routing = route(x_ND, self.router[...], self.bias[...], spec.active, spec.scale)
-        with jax.named_scope("moe_experts"):
-            z = nn.einsum("nd,dl->nl", x_ND, self.latent_down[...]) if spec.latent else x_ND
-            u = expert_mix(mark(z, "dispatch"), routing, self.gate[...], self.up[...], self.down[...], model.activation)
-            if spec.latent:
-                u = nn.rms_norm(u, self.latent_norm[...], model.eps) if spec.latent.norm else u
-                u = nn.einsum("nl,dl->nd", u, self.latent_up[...])
-        y = u.reshape(x_BTD.shape)
-        if spec.shared:
-            y += self.shared(model, x_BTD)
-        if not observe:
-            return y, None
-        with jax.named_scope("moe_balance"):
-            seen = balancing.observe(
-                spec.balancer, routing.scores, self.bias[...], routing.experts, routing.top, valid_BT.reshape(-1)
-            )
+        """[B, T, D] to [B, T, D]; with ``observe``, what the balancer needs to know of the batch, on a mesh as parts
+        of sums (:func:`k3jax.sharding.partial`). ``transport``: how tokens come to experts on other devices."""
+        weights = {name: value for name, value in vars(self).items() if isinstance(value, nnx.Variable)}
+        local = partial(_routed, model=model, observe=observe, transport=transport)
+        out = sharding.TOKENS, balancing.observation_specs(model.moe.balancer) if observe else None
+        y, seen = nn.on_shards(local, weights, x_BTD, valid_BT, dtype=x_BTD.dtype, out=out)
+        if model.moe.shared:
+            y += self.shared(model, x_BTD)  # needs nothing of the dispatch: the compiler can run both at once
         return y, seen
+
+
+def _routed(w, x_BTD, valid_BT, *, model, observe, transport):
+    """The routed experts, and what the balancer needs. On a mesh a device has its own tokens and its own experts."""
+    spec = model.moe
+    with jax.named_scope("moe_route"):
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        routing = route(x_ND, w["router"][...], w["bias"][...], spec.active, spec.scale)
+    with jax.named_scope("moe_experts"):
+        z = nn.einsum("nd,dl->nl", x_ND, w["latent_down"][...]) if spec.latent else x_ND
+        on_mesh = partial(experts.expert_mix, axis="expert", transport=transport)
+        mix = on_mesh if sharding.size("expert") > 1 else expert_mix
+        u = mix(mark(z, "dispatch"), routing, *(w[name][...] for name in ("gate", "up", "down")), model.activation)
+        if spec.latent:
+            u = nn.rms_norm(u, w["latent_norm"][...], model.eps) if spec.latent.norm else u
+            u = nn.einsum("nl,dl->nd", u, w["latent_up"][...])
+    y = u.reshape(x_BTD.shape)
+    if not observe:
+        return y, None
+    with jax.named_scope("moe_balance"):
+        seen = balancing.observe(
+            spec.balancer, routing.scores, w["bias"][...], routing.experts, routing.top, valid_BT.reshape(-1)
+        )
+    return y, seen

@@ -8,8 +8,9 @@ from flax import nnx
 from jax import Array
 
 from k3jax import config as c
-from k3jax import nn
-from k3jax.model import attnres, kda, layout, memory, mla
+from k3jax import nn, sharding
+from k3jax.config_layout import Layout
+from k3jax.model import attnres, embedding, kda, layout, memory, mla
 from k3jax.model.block import (
     Cache,
     Continuation,
@@ -42,7 +43,7 @@ class Transformer(nnx.Module):
         self.segments = nnx.List([make_segment(model, segment) for segment in segments])
         if not isinstance(model.residual, c.PlainResidual):
             self.mix = attnres.DepthMix(model)
-        self.norm = nn.norm_weight("norm", model.dim, "embed")
+        self.norm = nn.norm_weight("norm", model.dim, "width")
         self.head = nn.param(
             "head", (model.dim, model.vocab), role=Role.UNEMBEDDING, axes=("embed", "vocab"), init=normal
         )
@@ -56,6 +57,7 @@ class Transformer(nnx.Module):
         observe: bool = False,
         capture: bool = False,
         segments: tuple[layout.Segment, ...] | None = None,
+        on: Layout = Layout(),
     ) -> tuple[Array, list[list[LayerReport]]]:
         """Normalized final hidden states [B, T, D] and every layer's report.
 
@@ -66,17 +68,19 @@ class Transformer(nnx.Module):
           observe: collect what the balancer needs (training).
           capture: keep the running hidden state after every layer in its report.
           segments: the decomposition into scans, if not the planned one.
+          on: what travels between devices, where a mesh is in scope. The batch then arrives by whole rows.
 
         Returns:
           the hidden states in the compute dtype (multiply by :meth:`logits`' head for logits), and for each segment a
-          list with one report per run, every leaf with leading axes [repeats, run length].
+          list with one report per run, every leaf with leading axes [repeats, run length]. On a mesh the hidden states
+          lie as :data:`k3jax.sharding.TOKENS`, and the balancer's sums are in parts (:func:`k3jax.observe.added_up`).
         """
         segments = layout.plan(model.kinds) if segments is None else segments
         valid = jnp.ones(tokens_BT.shape, bool) if segment_ids is None else segment_ids != PADDING_SEGMENT
-        inputs = Inputs(segment_ids, valid)
+        inputs = Inputs(segment_ids, sharding.lie(valid, sharding.TOKENS))
 
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
-        step = layer_step(model, inputs, observe=observe, capture=capture)
+        step = layer_step(model, inputs, observe=observe, capture=capture, on=on)
         carry, reports = (stream, jnp.zeros_like(stream.sources)), []
         for segment, layers, closes in zip(segments, self.segments, _closing_flags(model, segments)):
             carry, outs = run_segment(segment, step, carry, list(zip(layers, closes)))
@@ -119,7 +123,7 @@ class Transformer(nnx.Module):
 
     def _embed(self, model, tokens_BT):
         with jax.named_scope("embed"):
-            return jnp.take(self.embed[...], tokens_BT, axis=0).astype(model.dtype)
+            return embedding.lookup(self.embed[...], tokens_BT, model.dtype)
 
     def _final(self, model, stream):
         with jax.named_scope("final_norm"):
