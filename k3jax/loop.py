@@ -117,7 +117,9 @@ def compile_step(config: TrainConfig, state: TrainState, batch: Batch, shardings
     if shardings is not None:
         out = (shardings, sharding.replicated(jax.tree.leaves(shardings)[0].mesh))
     step = jax.jit(train_step, static_argnums=0, donate_argnums=1, out_shardings=out)
-    return step.lower(config, state, batch).compile(compiler_options=runtime.compiler_options())
+    with runtime.collection_paused():
+        lowered = step.lower(config, state, batch)
+    return lowered.compile(compiler_options=runtime.compiler_options())
 
 
 class _Stage:
