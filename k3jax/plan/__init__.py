@@ -1,0 +1,1 @@
+"""Planning a run for a pod, on a machine without one."""

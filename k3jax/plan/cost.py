@@ -1,0 +1,61 @@
+"""Seconds that a compiled program computes: the compiler's own estimates, and what is known of kernels."""
+
+import re
+
+from k3jax.plan.chips import Chip
+from k3jax.plan.hlo import Instruction, Program
+
+KDA_CYCLES = {
+    "TPU v5 lite": (8.11, 10.84),
+    "TPU v5": (8.11, 10.84),
+    "TPU v6 lite": (6.24, 8.96),
+    "TPU7x": (5.87, 8.46),
+}
+"""Cycles per token and head of the fused KDA kernels at K = V = 128, forward and backward by device kind, as counted in
+the compiler's schedule (pallas_kernels/README.md; those of v5e are v5p's). The compiler gives no estimate of a kernel.
+"""
+
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
+
+
+def fused_seconds(program: Program, chip: Chip) -> float:
+    """Everything but kernels: the compiler's estimated cycles over the clock."""
+    return sum(one.cycles * times for one, _, times in program.executed()) / chip.clock
+
+
+def kernel_seconds(program: Program, chip: Chip) -> float:
+    """Pallas kernels and grouped matmuls; those in :func:`unknown_kernels` are not in it."""
+    return sum(_kernel(one, chip) * times for one, _, times in program.executed())
+
+
+def unknown_kernels(program: Program, chip: Chip) -> list[str]:
+    """Names of the kernels of which no time is known."""
+    kernels = (one for one, _, _ in program.executed() if one.opcode == "custom-call")
+    names = {
+        re.sub(r"[.\d]+$", "", one.name)
+        for one in kernels
+        if '"tpu_custom_call"' in one.attributes and not _kernel(one, chip)
+    }
+    return sorted(names - {"ragged-dot-metadata"})
+
+
+def _kernel(one: Instruction, chip: Chip) -> float:
+    """Seconds of one kernel; 0 for every other instruction, and for unknown kernels."""
+    if one.opcode != "custom-call":
+        return 0.0
+    if "kda_forward" in one.name or "kda_backward" in one.name:
+        B, T, H, K = next(dims for _, dims in _operands(one) if len(dims) == 4)
+        forward, backward = KDA_CYCLES[chip.kind]
+        return (backward if "backward" in one.name else forward) * B * T * H * (K / 128) ** 2 / chip.clock
+    if one.name.startswith("ragged-dot-none"):
+        arrays = [dims for dtype, dims in (*_operands(one), *one.shapes) if dtype != "s32"]
+        rows = next(dims[0] for dims in arrays if len(dims) == 2)
+        _, inner, outer = next(dims for dims in arrays if len(dims) == 3)
+        return 2 * rows * inner * outer / chip.flops
+    return 0.0
+
+
+def _operands(one: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    found = _OPERANDS.search(one.attributes)
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1]) if found else []
+    return [(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in arrays]
