@@ -117,11 +117,19 @@ def compile_step(
     config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None, layout: Layout = Layout()
 ):
     """The compiled train step of a stage."""
+    lowered = lower_step(config, state, batch, shardings, layout)
+    return lowered.compile(compiler_options=runtime.compiler_options())
+
+
+def lower_step(
+    config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None, layout: Layout
+) -> jax.stages.Lowered:
+    """The train step for the devices of its shardings, from arrays or from their shapes."""
     mesh = None if shardings is None else jax.tree.leaves(shardings)[0].mesh
     out = None if mesh is None else (shardings, sharding.replicated(mesh))
     step = jax.jit(train_step, static_argnums=(0, 3), donate_argnums=1, out_shardings=out)
-    with sharding.scope(mesh):
-        return step.lower(config, state, batch, layout).compile(compiler_options=runtime.compiler_options())
+    with sharding.scope(mesh), runtime.collection_paused():
+        return step.lower(config, state, batch, layout)
 
 
 class _Stage:

@@ -23,6 +23,7 @@ from k3jax.config import ConfigError, ModelConfig
 from k3jax.data import Batch
 from k3jax.model import weights
 from k3jax.model.weights import Weights
+from k3jax.plan import chips, cost, hlo
 from k3jax.run_config import TrainConfig
 
 POLICIES = (
@@ -44,14 +45,14 @@ HEADER = """| policy | kept per token, bytes | of it on the host | temporaries, 
 class Cost(NamedTuple):
     """What a policy costs. device, host: bytes that the backbone keeps of one token from its forward to its backward
     pass, weights not counted. temporaries: bytes of the compiled program, on the device. host_temporaries: likewise.
-    seconds, ratio: of a step that was run, and to the last policy's."""
+    seconds, ratio: of a step, and to the last policy's."""
 
     device: float
     host: float
     temporaries: int
     host_temporaries: int
-    seconds: float | None = None
-    ratio: float | None = None
+    seconds: float
+    ratio: float
 
 
 def residuals(model: ModelConfig, batch: int, seq_len: int) -> list[jax.core.ShapedArray]:
@@ -106,8 +107,9 @@ def measure(configs: list[TrainConfig], rounds: int) -> Iterator[Cost]:
 
 
 def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
-    """Loss and gradient, compiled for one chip of a TPU topology that need not be here. The optimizer, which costs the
-    same under every policy, is left out.
+    """Loss and gradient, compiled for one chip of a TPU topology that need not be here, and the seconds that the
+    compiler's estimates and the counted cycles of kernels add up to. The optimizer, which costs the same under every
+    policy, is left out.
 
     Raises:
       ConfigError: there is no TPU compiler here, or it does not know the topology.
@@ -118,27 +120,33 @@ def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--topology={topology}: {reason} (is libtpu installed?)") from error
     mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
-    for config in configs:
+    chip = chips.topology(topology).chip
+    found = []
+    for number, config in enumerate(configs, 1):
+        print(f"compiling under policy {number} of {len(configs)}: {config.model.remat}", file=sys.stderr)
         args = (*step.abstract_state(config).weights, step.abstract_batch(config))
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)), args)
         loss = partial(step.loss_fn, config=config, count=jnp.float32(1))
         gradient = jax.grad(lambda params, router, batch, loss=loss: loss(params, router, batch=batch)[0])
         with jax.set_mesh(mesh):
             compiled = jax.jit(gradient).lower(*args).compile()
-        yield _cost(config, compiled)
+        program = hlo.Program.parse(compiled.as_text())
+        found.append((config, compiled, cost.fused_seconds(program, chip) + cost.kernel_seconds(program, chip)))
+    for config, compiled, seconds in found:
+        yield _cost(config, compiled, seconds, seconds / found[-1][2])
 
 
-def _cost(config: TrainConfig, compiled: jax.stages.Compiled, *times: float) -> Cost:
+def _cost(config: TrainConfig, compiled: jax.stages.Compiled, seconds: float, ratio: float) -> Cost:
     stats = compiled.memory_analysis()
     temporaries = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-    return Cost(*kept(config.model, config.seq_len), *temporaries, *times)
+    return Cost(*kept(config.model, config.seq_len), *temporaries, seconds, ratio)
 
 
-def row(policy: str, cost: Cost) -> str:
+def row(policy: str, one: Cost) -> str:
     """A row of :data:`HEADER`'s table."""
-    cells = [f"`{policy}`", f"{cost.device:,.0f}", f"{cost.host:,.0f}"]
-    cells += [f"{cost.temporaries / 1e6:,.1f}", f"{cost.host_temporaries / 1e6:,.1f}"]
-    cells += ["not run"] * 2 if cost.seconds is None else [f"{cost.seconds:.3f}", f"{cost.ratio:.3f}"]
+    cells = [f"`{policy}`", f"{one.device:,.0f}", f"{one.host:,.0f}"]
+    cells += [f"{one.temporaries / 1e6:,.1f}", f"{one.host_temporaries / 1e6:,.1f}"]
+    cells += [f"{one.seconds:.3f}", f"{one.ratio:.3f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -151,8 +159,8 @@ def main(argv: list[str]) -> None:
         configs = [config_io.override(config, [f"model.remat={policy}"]) for policy in policies]
         costs = planned(configs, given.topology) if given.topology else measure(configs, given.rounds)
         print(HEADER)
-        for policy, cost in zip(policies, costs):
-            print(row(policy, cost), flush=True)
+        for policy, one in zip(policies, costs):
+            print(row(policy, one), flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
 
