@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from k3jax import accounting, layout_report, memory, placement, sharding, step
+from k3jax import accounting, layout_report, loop, memory, placement, sharding
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
 from k3jax.plan import chips, cost, hlo
@@ -98,8 +98,7 @@ def lower(config: TrainConfig, layout: Layout, devices: list[Any]) -> jax.stages
     placement.check_model(config.model, mesh)
     placement.check_batch(config, mesh)
     state, batch = placement.abstract(config, mesh, layout)
-    with sharding.scope(mesh):
-        return step.lower_on_mesh(config, layout, state, batch)
+    return loop.lower_step(config, state, batch, placement.state_shardings(config, mesh, layout), layout)
 
 
 def memory_of(config: TrainConfig, layout: Layout, topology: Topology, stats: Any) -> Memory:
