@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from k3jax.grouped import grouped_ffn
 from k3jax.parallel import lending
-from k3jax.parallel.dispatch import counts, dispatch, exchange, one_pass, passes
+from k3jax.parallel.dispatch import counts, dispatch, exchange, exchange_scalars, one_pass, passes
 from k3jax.parallel.plan_balanced import balanced_assignment
 from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll, Transport
 
@@ -140,7 +140,7 @@ def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignme
 
     def add(i, y):
         leg, sizes, place, inverse = one_pass(plan, i, rows)
-        x, s = _arrive(copies, leg, inverse, rows, axis), _arrive(scale, leg, inverse, rows, axis)
+        x, s = (_arrive(a, leg, inverse, rows, axis) for a in (copies, scale))
         return exchange(grouped_ffn(x, sizes, s, *held, activation)[place], y, leg.back(), axis)
 
     return _collect(_each_pass(plan, rows, assignment, add, jnp.zeros_like(copies)), plan)
@@ -161,7 +161,8 @@ def _travelling_mix_backward(activation, axis, rows, kept, dy):
         x, s, d = (_arrive(a, leg, inverse, rows, axis) for a in (copies, scale, dcopies))
         _, pull = jax.vjp(lambda x, s, *held: grouped_ffn(x, sizes, s, *held, activation), x, s, *held)
         dx, ds, *more = pull(d)
-        dz, dscale = (exchange(a[place], b, leg.back(), axis) for a, b in ((dx, dz), (ds, dscale)))
+        dz = exchange(dx[place], dz, leg.back(), axis)
+        dscale = exchange_scalars(ds[place], dscale, leg.back(), axis)
         return dz, dscale, [a + b for a, b in zip(dheld, more)]
 
     zeros = jnp.zeros_like(copies), jnp.zeros_like(scale), [jnp.zeros_like(w) for w in held]
@@ -195,7 +196,8 @@ def _collect(copies, plan):
 
 def _arrive(x, leg, inverse, rows, axis):
     """What a pass brings to this rank, sorted by slot; zeros where fewer rows come."""
-    return exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), leg, axis)[inverse]
+    carry = exchange if x.ndim > 1 else exchange_scalars
+    return carry(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), leg, axis)[inverse]
 
 
 def _take(x, index):

@@ -160,19 +160,24 @@ def test_the_lowering_target_chooses_what_carries_the_plan(transport):
     assert f"grouped_matmul_{grouped.GPU_KERNEL}" in texts["cuda"]
 
 
-def test_the_exchange_is_its_own_inverse_and_leaves_the_rest():
-    """Rows go out, come back to where they were, and untouched places keep what they held."""
+def test_the_exchange_is_its_own_inverse_and_leaves_the_rest(monkeypatch):
+    """Rows go out, come back to where they were, and untouched places keep what they held. Scalars go the same way,
+    here in lines of two."""
+    monkeypatch.setattr(dispatch, "LANES", 2)
     mesh = _mesh((4,))
     sizes = np.array([[1, 2, 0, 1], [0, 0, 3, 1], [2, 2, 0, 0], [1, 0, 1, 2]], np.int32)
-    leg = dispatch.Leg(sizes, np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes)
+    leg = dispatch.Leg(*map(jnp.asarray, (sizes, np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes)))
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
     def there_and_back(x):
         away = dispatch.exchange(x, jnp.full((7, 3), -1.0), leg, "a")
-        return away, dispatch.exchange(away, jnp.full_like(x, -2.0), leg.back(), "a")
+        alone = dispatch.exchange_scalars(x[:, 0], jnp.full(7, -1.0), leg, "a")
+        return away, dispatch.exchange(away, jnp.full_like(x, -2.0), leg.back(), "a"), alone
 
     x = np.random.default_rng(0).standard_normal((4, 5, 3)).astype(np.float32)
-    away, back = (np.asarray(a).reshape(4, -1, 3) for a in jax.jit(there_and_back)(x.reshape(20, 3)))
+    away, back, alone = jax.jit(there_and_back)(x.reshape(20, 3))
+    np.testing.assert_array_equal(alone, away[:, 0])
+    away, back = (np.asarray(a).reshape(4, -1, 3) for a in (away, back))
     for rank in range(4):
         want = [x[r, leg.begin[r, rank] :][: sizes[r, rank]] for r in range(4)]
         count = sizes[:, rank].sum()
