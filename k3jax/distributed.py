@@ -204,7 +204,8 @@ def _receive(member: Membership, deadline: float) -> tuple[str, str] | None:
                 clash = _clash(member, hello, arrived)
                 problem = problem or clash
                 deadline = min(deadline, time.monotonic() + (LINGER if clash else hello["seconds"]))
-                arrived.setdefault(hello["process"], hello["host"])
+                if clash is None:
+                    arrived[hello["process"]] = hello["host"]
         if problem is None and len(arrived) < member.processes:
             problem = "missing", _missing(member, arrived)
         _answer(connections, problem)
@@ -308,7 +309,7 @@ def _visit(member: Membership, deadline: float) -> tuple[str, str] | None:
         except (OSError, ValueError) as error:
             raise ConnectionError(
                 f"process {member.process} ({hello['host']}) reached {member.coordinator}, but got no answer of a "
-                "process 0: it stopped, or the port belongs to another program"
+                "process 0: it stopped, it began without this one, or the port belongs to another program"
             ) from error
     return problem if problem is None else tuple(problem)
 

@@ -246,13 +246,13 @@ def mla_context(
     order: QueryOrder = Contiguous(),
 ) -> tuple[Array, Array]:
     """Causal attention of a shard's queries to the keys of whole rows, which travel compressed: one all-gather of
-    [latent | shared], whose transpose is a reduce-scatter, and one of the documents.
+    [latent | shared], whose transpose is a reduce-scatter, and one of the documents if only the shard's are given.
 
     Args:
       attend: of (q, latent, shared, query_position, key_position, query_segment, key_segment), with positions [1, T] in
         the row; gives the output [B, T, H, V] and the largest logit of each head [H].
       q_BTHK, latent_BTR, shared_BTK: of the shard's tokens; rotary positions, if any, are those of :func:`positions`.
-      segment_ids: [B, T / R], as for :func:`kda_context`.
+      segment_ids: [B, T / R], as for :func:`kda_context`, or [B, T] of whole rows.
       order: which device attends from which tokens.
 
     Returns:
@@ -270,8 +270,9 @@ def mla_context(
         key = jnp.arange(latent.shape[1])[None]
         key_segment = query_segment = None
         if segment_ids is not None:
-            key_segment = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
-            query_segment = arrange(segment_ids, axis=axis, order=order)
+            known = segment_ids.shape == latent.shape[:2]
+            key_segment = segment_ids if known else lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+            query_segment = jnp.take(key_segment, query[0], axis=1)
         q = arrange(q_BTHK, axis=axis, order=order)
     o, max_logit = attend(q, latent, shared, query, key, query_segment, key_segment)
     return restore(o, axis=axis, order=order), max_logit
