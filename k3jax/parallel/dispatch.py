@@ -41,6 +41,16 @@ class Leg(NamedTuple):
         return Leg(self.sizes.T, self.end.T, self.begin.T)
 
 
+class Pass(NamedTuple):
+    """One pass: how its rows travel, how many arrive here for each slot ([B]), the place of each arriving row when they
+    are sorted by slot ([rows]), and that permutation's inverse."""
+
+    leg: Leg
+    slots: Array
+    place: Array
+    inverse: Array
+
+
 def counts(experts_NA: Array, E: int, axis) -> Array:
     """[R, E] int32: how many copies each rank has for each expert."""
     return lax.all_gather(jnp.bincount(experts_NA.reshape(-1), length=E).astype(jnp.int32), axis)
@@ -71,9 +81,8 @@ def dispatch(experts_NA: Array, counts_RE: Array, assignment: Assignment | None,
     return Dispatch(position.reshape(experts_NA.shape), order, table.sum(axis=2), table[:, me])
 
 
-def one_pass(plan: Dispatch, number: Array | int, rows: int) -> tuple[Leg, Array, Array, Array]:
-    """Of one pass of ``rows`` rows: how they travel, how many arrive for each slot, each row's place when they are
-    sorted by slot, and that permutation's inverse."""
+def one_pass(plan: Dispatch, number: Array | int, rows: int) -> Pass:
+    """The pass of this number, of ``rows`` rows."""
     first = number * rows
     arrive, leave = _exclusive(plan.sent, 0), _exclusive(plan.sent, 1)
     sizes = overlap(arrive, plan.sent, first, rows)
@@ -87,7 +96,7 @@ def one_pass(plan: Dispatch, number: Array | int, rows: int) -> tuple[Leg, Array
     pair = jnp.searchsorted(inside, row, side="right", method="compare_all")
     place = jnp.where(row < inside[-1], row + shift.at[pair].get(mode="clip"), row)
     inverse = jnp.zeros_like(row).at[place].set(row, unique_indices=True)
-    return leg, slots, place, inverse
+    return Pass(leg, slots, place, inverse)
 
 
 def passes(plan: Dispatch, rows: int) -> Array:

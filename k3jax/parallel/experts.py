@@ -138,12 +138,12 @@ def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignme
     held = _held(matrices, assignment, axis)
     copies, scale = _spread(z, plan), weights.reshape(-1)[plan.order]
 
-    def add(i, y):
-        leg, sizes, place, inverse = one_pass(plan, i, rows)
-        x, s = (_arrive(a, leg, inverse, rows, axis) for a in (copies, scale))
-        return exchange(grouped_ffn(x, sizes, s, *held, activation)[place], y, leg.back(), axis)
+    def work(step, arrived, y):
+        x, s = arrived
+        out = grouped_ffn(x, step.slots, s, *held, activation)
+        return exchange(out[step.place], y, step.leg.back(), axis)
 
-    return _collect(_each_pass(plan, rows, assignment, add, jnp.zeros_like(copies)), plan)
+    return _collect(_each_pass(plan, rows, axis, assignment, (copies, scale), work, jnp.zeros_like(copies)), plan)
 
 
 def _travelling_mix_forward(activation, axis, rows, *args):
@@ -155,18 +155,16 @@ def _travelling_mix_backward(activation, axis, rows, kept, dy):
     held = _held(matrices, assignment, axis)
     copies, scale, dcopies = _spread(z, plan), weights.reshape(-1)[plan.order], _spread(dy, plan)
 
-    def add(i, carry):
-        dz, dscale, dheld = carry
-        leg, sizes, place, inverse = one_pass(plan, i, rows)
-        x, s, d = (_arrive(a, leg, inverse, rows, axis) for a in (copies, scale, dcopies))
-        _, pull = jax.vjp(lambda x, s, *held: grouped_ffn(x, sizes, s, *held, activation), x, s, *held)
+    def work(step, arrived, carry):
+        (x, s, d), (dz, dscale, dheld) = arrived, carry
+        _, pull = jax.vjp(lambda x, s, *held: grouped_ffn(x, step.slots, s, *held, activation), x, s, *held)
         dx, ds, *more = pull(d)
-        dz = exchange(dx[place], dz, leg.back(), axis)
-        dscale = exchange_scalars(ds[place], dscale, leg.back(), axis)
+        dz = exchange(dx[step.place], dz, step.leg.back(), axis)
+        dscale = exchange_scalars(ds[step.place], dscale, step.leg.back(), axis)
         return dz, dscale, [a + b for a, b in zip(dheld, more)]
 
     zeros = jnp.zeros_like(copies), jnp.zeros_like(scale), [jnp.zeros_like(w) for w in held]
-    dz, dscale, dheld = _each_pass(plan, rows, assignment, add, zeros)
+    dz, dscale, dheld = _each_pass(plan, rows, axis, assignment, (copies, scale, dcopies), work, zeros)
     dmatrices = tuple(d if assignment is None else lending.settle(d, assignment, axis) for d in dheld)
     return _collect(dz, plan), dscale[plan.position], dmatrices, None, None
 
@@ -174,9 +172,26 @@ def _travelling_mix_backward(activation, axis, rows, kept, dy):
 _travelling_mix.defvjp(_travelling_mix_forward, _travelling_mix_backward)
 
 
-def _each_pass(plan, rows, assignment, add, start):
-    """Under the balanced plan there is one pass, whatever the routing."""
-    return add(0, start) if assignment is not None else lax.fori_loop(0, passes(plan, rows), add, start)
+def _each_pass(plan, rows, axis, assignment, outgoing, work, result):
+    """``result`` after ``work(step, arrived, result)`` on what every pass brings of the arrays ``outgoing``.
+
+    What the first brings travels before the loop, so that the compiler can compute other things meanwhile. Under the
+    balanced plan there is one pass, whatever the routing, and no loop.
+    """
+
+    def fetch(i):
+        step = one_pass(plan, i, rows)
+        return step, tuple(_arrive(x, step, rows, axis) for x in outgoing)
+
+    if assignment is not None:
+        return work(*fetch(0), result)
+    count = passes(plan, rows)
+
+    def body(i, carry):
+        fetched, result = carry
+        return lax.cond(i + 1 < count, lambda: fetch(i + 1), lambda: fetched), work(*fetched, result)
+
+    return lax.fori_loop(0, count, body, (fetch(0), result))[1]
 
 
 def _held(matrices, assignment, axis):
@@ -194,10 +209,10 @@ def _collect(copies, plan):
     return copies[plan.position].sum(axis=1, dtype=jnp.float32).astype(copies.dtype)
 
 
-def _arrive(x, leg, inverse, rows, axis):
+def _arrive(x, step, rows, axis):
     """What a pass brings to this rank, sorted by slot; zeros where fewer rows come."""
     carry = exchange if x.ndim > 1 else exchange_scalars
-    return carry(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), leg, axis)[inverse]
+    return carry(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), step.leg, axis)[step.inverse]
 
 
 def _take(x, index):
