@@ -15,6 +15,7 @@ from k3jax import config as c
 from k3jax import grouped
 from k3jax.model.moe import Routing, dense_expert_mix
 from k3jax.parallel import dispatch, experts, lending
+from k3jax.parallel.plan_balanced import balanced_assignment
 from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll
 
 L, F = 6, 5
@@ -24,6 +25,7 @@ SHAPES = {
     "2 x 4 ranks": dict(mesh=(2, 4), tokens=3, E=16, A=2),
     "4 ranks, one token each, all experts active": dict(mesh=(4,), tokens=1, E=4, A=4),
 }
+ROW_CARRIERS = dispatch._gathered_exchange, dispatch._ragged_exchange
 CALL = "@ragged_all_to_all"
 ROUTERS = ["uniform", "one hot expert", "hot and empty ranks", "nearly tied"]
 
@@ -186,6 +188,49 @@ def test_the_exchange_is_its_own_inverse_and_leaves_the_rest(monkeypatch):
         assert (away[rank, count:] == -1).all()
         np.testing.assert_array_equal(back[rank, : sizes[rank].sum()], x[rank, : sizes[rank].sum()])
         assert (back[rank, sizes[rank].sum() :] == -2).all()
+
+
+def _emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """``lax.ragged_all_to_all`` by its documentation, on any backend; NaN where ranks disagree on a size."""
+    me = jax.lax.axis_index(axis_name)
+    tables = (operand, input_offsets, send_sizes, output_offsets)
+    operands, starts, sizes, ends = (jax.lax.all_gather(a, axis_name) for a in tables)
+    slices = len(recv_sizes) // len(operands)
+    row = jnp.arange(len(output))
+    for rank in range(len(operands)):
+        for n in range(slices):
+            start, size, end = (a[rank][me * slices + n] for a in (starts, sizes, ends))
+            comes = ((row >= end) & (row < end + size)).reshape(-1, *[1] * (output.ndim - 1))
+            rows = jnp.where(size == recv_sizes[rank * slices + n], operands[rank][row - end + start], jnp.nan)
+            output = jnp.where(comes, rows, output)
+    return output
+
+
+def test_what_accelerators_run_equals_what_cpu_runs(monkeypatch):
+    """The two carriers of rows, and of lent weights and their gradients, with the collective emulated."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", _emulated)
+    rng = np.random.default_rng(0)
+    ids = np.where(rng.random((12, 2)) < 0.7, 1, rng.integers(0, 8, (12, 2))).astype(np.int32)
+    z, w = rng.standard_normal((12, L)).astype(np.float32), rng.standard_normal((8, L, F)).astype(np.float32)
+    dw = rng.standard_normal((16, L, F)).astype(np.float32)
+
+    @partial(jax.shard_map, mesh=_mesh((4,)), in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    def both(ids, z, w, dw):
+        table = dispatch.counts(ids, 8, "a")
+        assignment = balanced_assignment(table.sum(axis=0), 4)
+        plan = dispatch.dispatch(ids, table, assignment, "a")
+        step = dispatch.one_pass(plan, 0, ids.size)
+        rows = z[plan.order // 2]
+        used = jnp.concatenate([jnp.ones(2, bool), assignment.lent[jax.lax.axis_index("a")] > 0])[:, None, None]
+        pairs = [f(rows, jnp.zeros_like(rows), step.leg, axis="a") for f in ROW_CARRIERS]
+        pairs += [jnp.where(used, f(w, assignment, axis="a"), 0) for f in (lending._gathered, lending._ragged)]
+        pairs += [f(dw, assignment, axis="a") for f in (lending._scattered, lending._ragged_back)]
+        return pairs, used
+
+    pairs, used = jax.jit(both)(ids, z, w, dw)
+    assert used.sum() > 8
+    for cpu, accelerator in zip(pairs[::2], pairs[1::2]):
+        np.testing.assert_allclose(accelerator, cpu, rtol=1e-6)
 
 
 def test_bfloat16_rows_weights_and_sums_in_float32():
