@@ -158,7 +158,8 @@ def _hosts_of_cluster(processes: int) -> tuple[str, ...]:
     """Host names by process, if a variable of the environment lists as many or each for equally many processes."""
     names = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     names = names or _expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
-    if not names or processes % len(names):
+    words = any(" " in name for name in names)  # libtpu puts a sentence there when it knows none
+    if not names or words or processes % len(names):
         return ()
     return tuple(names[number * len(names) // processes] for number in range(processes))
 

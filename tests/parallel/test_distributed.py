@@ -151,6 +151,8 @@ def test_what_the_environment_says(monkeypatch):
     assert membership() == Membership("here:1234", 2, 1, ("a", "b"))
     assert membership(process=0) == Membership("here:1234", 2, 0, ("a", "b"))
     assert membership(processes=1) is None
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: no names, please set them")
+    assert membership().hosts == ()
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     with pytest.raises(ConfigError, match="JAX_PROCESS_ID must be a number, got 'first'"):
         membership()
