@@ -11,6 +11,7 @@ from k3jax.config import require, require_positive
 from k3jax.parallel.context import Contiguous, QueryOrder
 from k3jax.parallel.transport import AllGather, Transport
 
+_TRANSPORT, _ORDER = AllGather(), Contiguous()
 MeshAxis = Literal["data", "fsdp", "expert", "context", "tensor", "pipeline"]
 
 
@@ -38,8 +39,8 @@ class Layout:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
-    transport: Transport = AllGather()
-    mla: QueryOrder = Contiguous()
+    transport: Transport = _TRANSPORT
+    mla: QueryOrder = _ORDER
     dense: tuple[MeshAxis, ...] = ("fsdp", "expert")
     optimizer: tuple[MeshAxis, ...] = ()
 
@@ -64,5 +65,8 @@ class Layout:
             product *= size
         return product
 
+
+ALONE = Layout()
+"""The layout of one device."""
 
 replace = dataclasses.replace

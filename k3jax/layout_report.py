@@ -102,9 +102,10 @@ def activations(config: TrainConfig, layout: Layout) -> list[Placed]:
         L = model.moe.latent.dim if model.moe.latent else D
         copies = (B, T, model.moe.active * L)
         found.append(one("MoE latents of tokens", (B, T, L), model.dtype, sharding.TOKENS, between))
-        found.append(one("MoE rows, if balanced", copies, model.dtype, sharding.TOKENS, "as many rows as copies of tokens"))
+        found.append(one("MoE rows, if balanced", copies, model.dtype, sharding.TOKENS, "one for each copy of a token"))
     chunk = min(config.loss_chunk, T // layout.context) * layout.context
-    found.append(one("logits of a chunk", (B, chunk, model.vocab), "float32", sharding.BY_VOCABULARY, "vocabulary over tensor"))
+    logits = (B, chunk, model.vocab), "float32", sharding.BY_VOCABULARY
+    found.append(one("logits of a chunk", *logits, "vocabulary over tensor"))
     return found
 
 
@@ -127,7 +128,9 @@ def text(config: TrainConfig, layout: Layout) -> list[str]:
     lines += ["", *table(placed), "", "activations of one micro-batch", *table(live)]
     alike = [one for one in placed if one.bytes >= LISTED and one.copies > 1]
     lines += ["", f"arrays that several devices hold alike, from {LISTED / 1e6:.0f} MB on: {len(alike) or 'none'}"]
-    return lines + [f"  {one.path}: {one.bytes / 1e6:,.0f} MB on each of {one.copies} devices; {one.why}" for one in alike]
+    for one in alike:
+        lines.append(f"  {one.path}: {one.bytes / 1e6:,.0f} MB on each of {one.copies} devices; {one.why}")
+    return lines
 
 
 def table(placed: list[Placed]) -> list[str]:

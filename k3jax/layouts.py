@@ -22,12 +22,15 @@ LAYOUTS: dict[str, Layout] = {
     # The same with rows of a million tokens: 32K tokens of one row on a chip, 16K between sub-layers.
     "kimi_linear_48b_1m_v5p": Layout(expert=8, context=32, tensor=2),
     # kimi_k3 on v5p:16x16x16, 4,096 chips: 14 experts a chip, 24 heads. Dense weights, 2 % of the parameters, are
-    # gathered from the 64 chips of the expert axis only, in shards of 112 rows: over all 1,024 a shard has 7.
-    "kimi_k3_v5p": Layout(fsdp=16, expert=64, tensor=4, dense=("expert",)),
+    # gathered from the 64 chips of the expert axis only, in shards of 112 rows: over all 1,024 a shard has 7. What the
+    # optimizer keeps of them is spread over all, so that no two chips orthogonalize the same matrix.
+    "kimi_k3_v5p": Layout(fsdp=16, expert=64, tensor=4, dense=("expert",), optimizer=("fsdp",)),
     # kimi_k3 on tpu7x:16x16x16, 8,192 devices: 12 heads a device.
-    "kimi_k3_tpu7x": Layout(fsdp=16, expert=64, tensor=8, dense=("expert",)),
+    "kimi_k3_tpu7x": Layout(fsdp=16, expert=64, tensor=8, dense=("expert",), optimizer=("fsdp",)),
     # As kimi_k3_v5p, with the balanced plan: the same rows on every chip whatever the router does.
-    "kimi_k3_v5p_balanced": Layout(fsdp=16, expert=64, tensor=4, dense=("expert",), transport=Balanced()),
+    "kimi_k3_v5p_balanced": Layout(
+        fsdp=16, expert=64, tensor=4, dense=("expert",), optimizer=("fsdp",), transport=Balanced()
+    ),
 }
 
 
@@ -44,8 +47,10 @@ def load(text: str) -> Layout:
         base, settings = LAYOUTS[first], rest
     else:
         near = config_io.did_you_mean(first, LAYOUTS)
-        raise ConfigError(f"--layout={text}: {first!r} is no layout{near} (layouts: {', '.join(LAYOUTS)}), nor is it "
-                          "of the form axis=size")
+        raise ConfigError(
+            f"--layout={text}: {first!r} is no layout{near} (layouts: {', '.join(LAYOUTS)}), nor is it "
+            "of the form axis=size"
+        )
     for setting in settings:
         _check(text, setting, base)
     return config_io.override(base, settings)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from k3jax import diagnose, guard, placement, runtime, sharding
 from k3jax.checkpoint import Checkpoints
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.data import Batch
 from k3jax.data.held_out import HeldOutBatches
 from k3jax.data.order import Batches
@@ -65,7 +65,7 @@ class Tools:
     progress: Progress
     stop: StopRequest
     peak_flops: float | None
-    layout: Layout = Layout()
+    layout: Layout = ALONE
     profile: range = range(0)
     dump_hlo: bool = False
     workers: int = 0
@@ -114,7 +114,7 @@ def fresh_guard(config: TrainConfig, shardings: TrainState | None) -> guard.Guar
 
 
 def compile_step(
-    config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None, layout: Layout = Layout()
+    config: TrainConfig, state: TrainState, batch: Batch, shardings: TrainState | None, layout: Layout = ALONE
 ):
     """The compiled train step of a stage."""
     lowered = lower_step(config, state, batch, shardings, layout)
@@ -313,7 +313,7 @@ class Rows:
 class Evaluator:
     """The compiled evaluation step of a stage."""
 
-    def __init__(self, stage: TrainConfig, mesh: Mesh | None = None, layout: Layout = Layout()):
+    def __init__(self, stage: TrainConfig, mesh: Mesh | None = None, layout: Layout = ALONE):
         self._mesh, everywhere = mesh, None if mesh is None else sharding.replicated(mesh)
         self._step = jax.jit(partial(eval_step, stage, on=layout), out_shardings=everywhere)
         self._rows = Rows(stage, mesh)

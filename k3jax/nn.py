@@ -136,7 +136,7 @@ def on_shards(fn: Callable, layer: nnx.Module, *arrays, dtype, out):
 
 
 def _spread(variable: nnx.Variable) -> tuple[bool, dict[int, tuple[str, ...]]]:
-    """Whether a weight is a matrix that a layer uses in its compute dtype, and which mesh axes to gather by dimension."""
+    """Whether a weight is a matrix, which a layer uses in its compute dtype, and what to gather by dimension."""
     facts, entries = variable.get_metadata(), jax.typeof(variable[...]).sharding.spec
     if "axes" not in facts:
         return False, {}

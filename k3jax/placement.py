@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from k3jax import layouts, sharding
 from k3jax.config import ConfigError, ModelConfig
-from k3jax.config_layout import Layout, replace
+from k3jax.config_layout import ALONE, Layout, replace
 from k3jax.data import Batch
 from k3jax.model import weights
 from k3jax.roles import meta_by_path, meta_of, path_name
@@ -56,7 +56,7 @@ def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]
             logging.warning("using %d of %d devices: over more, %d rows do not divide", count, len(devices), rows)
         devices = devices[:count]
     if len(devices) == 1 and not text:
-        return None, Layout()
+        return None, ALONE
     layout = layouts.load(text or f"data={len(devices)}")
     return make_mesh(layout.sizes, devices), layout
 
@@ -113,7 +113,7 @@ def check_model(model: ModelConfig, mesh: Mesh) -> None:
         sharding.fitting(mesh, meta_of(metas, path, leaf.ndim).axes, leaf.shape, name=path_name(path))
 
 
-def state_shardings(config: TrainConfig, mesh: Mesh, layout: Layout = Layout()) -> TrainState:
+def state_shardings(config: TrainConfig, mesh: Mesh, layout: Layout = ALONE) -> TrainState:
     """The sharding of every array of the train state.
 
     A parameter lies as its logical axes say; what the optimizer keeps for a parameter lies like it, or is spread
@@ -141,7 +141,7 @@ def state_shardings(config: TrainConfig, mesh: Mesh, layout: Layout = Layout()) 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def abstract(config: TrainConfig, mesh: Mesh, layout: Layout = Layout()) -> tuple[TrainState, Batch]:
+def abstract(config: TrainConfig, mesh: Mesh, layout: Layout = ALONE) -> tuple[TrainState, Batch]:
     """Shapes, dtypes and shardings of what a train step takes; nothing is allocated."""
 
     def one(x, where):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from k3jax import layouts, placement, runtime
 from k3jax.checkpoint import CheckpointError, Checkpoints
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.exits import Exit
 from k3jax.loop import Rows, compile_step, fresh_guard
 from k3jax.metrics import iterate_metrics, plain
@@ -47,7 +47,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None, layout: Layout = Layout()
+    run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None, layout: Layout = ALONE
 ) -> Replay:
     """Makes the step after the checkpoint of ``step`` (by default the newest one that was gone on from) twice.
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import guard, observe, sharding
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.config_optim import QKClip
 from k3jax.data import Batch
 from k3jax.loss import LossStats, chunked_cross_entropy
@@ -96,7 +96,7 @@ def loss_fn(
     count: Array,
     *,
     capture: bool = False,
-    on: Layout = Layout(),
+    on: Layout = ALONE,
 ):
     """A batch's part of the mean loss, and what the forward pass saw.
 
@@ -158,7 +158,7 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
 
 
 def train_step(
-    config: TrainConfig, state: TrainState, batch: Batch, on: Layout = Layout()
+    config: TrainConfig, state: TrainState, batch: Batch, on: Layout = ALONE
 ) -> tuple[TrainState, StepMetrics]:
     """One optimizer step on the global batch. ``on``: what travels between the devices of the mesh in scope.
 
@@ -215,7 +215,7 @@ def _skip(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, repor
     return (state.weights, state.opt_state, state.window), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
 
 
-def eval_step(config: TrainConfig, weights_: Weights, batch: Batch, on: Layout = Layout()) -> LossStats:
+def eval_step(config: TrainConfig, weights_: Weights, batch: Batch, on: Layout = ALONE) -> LossStats:
     """Summed statistics of a held-out batch; balancing neither sees nor moves anything."""
     net = weights.bind(config.model, weights_)
     hidden, _ = net(config.model, batch.tokens_BT, batch.segments_BT, on=on)

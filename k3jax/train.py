@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from k3jax import accounting, config_io, distributed, layouts, peak, placement, presets, report, runtime, sampling
 from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError, check_paths
 from k3jax.config import ConfigError
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.data import DataError
 from k3jax.data.load import load_data
 from k3jax.data.tokenizers import make_tokenizer
@@ -54,7 +54,7 @@ class Options:
     """
 
     mesh: Mesh | None = None
-    layout: Layout = Layout()
+    layout: Layout = ALONE
     allow: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     profile: range = range(0)
@@ -321,7 +321,9 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "path.to.field=value; repeat for several")
     flags.DEFINE_string("run", None, "the run folder; default runs/CONFIG")
     flags.DEFINE_multi_string("allow_change", [], "a configuration field that may differ from the checkpoint's")
-    flags.DEFINE_string("layout", "", "a name (k3jax.layouts) or axis=size,...; default: as many devices as divide the rows, on the data axis")
+    flags.DEFINE_string(
+        "layout", "", "a name (k3jax.layouts) or axis=size,...; default: devices share the rows (data), as many as can"
+    )
     flags.DEFINE_alias("mesh", "layout")
     flags.DEFINE_string("log", "", "trackers beside the JSON lines: tensorboard, wandb, trackio, mlflow")
     flags.DEFINE_string("profile", "", "START:STOP, the steps to trace for xprof, into RUN/profile")

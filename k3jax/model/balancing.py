@@ -21,8 +21,8 @@ COARSE_BINS = 32
 
 
 class Observation(NamedTuple):
-    """What one MoE layer reports about one batch. ``None`` where the balancer does not ask for it. Sums over tokens leave
-    an island in parts (:func:`k3jax.sharding.partial`).
+    """What one MoE layer reports about one batch. ``None`` where the balancer does not ask for it. Sums over tokens
+    leave an island in parts (:func:`k3jax.sharding.partial`).
 
     load: [E] int32 tokens sent to each expert, padding left out.
     tokens: [] int32 tokens seen, padding left out.

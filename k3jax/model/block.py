@@ -9,7 +9,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.model import attnres, balancing, kda, layout, memory, mla
 from k3jax.model.ffn import GatedFFN
 from k3jax.model.kda import KDALayer
@@ -64,9 +64,9 @@ class Layer(nnx.Module):
             self.mixer_mix = attnres.DepthMix(model)
             self.ffn_mix = attnres.DepthMix(model)
 
-    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False, on=Layout()):
-        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block. ``on``:
-        what travels between devices."""
+    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False, on=ALONE):
+        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block.
+        ``on``: what travels between devices."""
         observe_depth = observe and not isinstance(model.residual, c.PlainResidual)
         depth = [self.mixer_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         x, max_logit, gauges = self._read(model, stream, "mixer"), None, None
@@ -90,7 +90,7 @@ class Layer(nnx.Module):
         y, cache = self.mixer.extend(model, x, cache, where)
         stream = _add_mixer(model, stream, y, closes)
         valid = jnp.ones(x.shape[:2], bool)
-        stream, _ = self._feed_forward(model, stream, valid, observe=False, on=Layout())
+        stream, _ = self._feed_forward(model, stream, valid, observe=False, on=ALONE)
         return attnres.settle(stream), cache
 
     def _read(self, model, stream, site):
@@ -120,7 +120,7 @@ def _add_mixer(model, stream, y, closes):
             return attnres.add(stream, y, close=closes)
 
 
-def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool, on: Layout = Layout()):
+def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool, on: Layout = ALONE):
     """One layer as the body of a scan: ``(stream, final), (layer, closes) -> (stream, final), report``.
 
     The layer reads the buffer of depth sources and keeps what ``model.remat`` says (``final``: see

@@ -13,9 +13,10 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn, sharding
+from k3jax.config_layout import ALONE
 from k3jax.model.memory import mark
 from k3jax.parallel.attention import compressed_attention
-from k3jax.parallel.context import Contiguous, QueryOrder, mla_context
+from k3jax.parallel.context import QueryOrder, mla_context
 from k3jax.roles import Role
 from k3jax.shapes import PADDING_SEGMENT
 
@@ -133,7 +134,7 @@ class MLALayer(nnx.Module):
         self.out = nn.param("out", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
 
     def __call__(
-        self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None, *, order: QueryOrder = Contiguous()
+        self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None, *, order: QueryOrder = ALONE.mla
     ) -> tuple[Array, Array]:
         """[B, T, D] to [B, T, D], and the largest attention logit of each head, [H]. ``order``: which device attends
         from which tokens, where rows are cut."""

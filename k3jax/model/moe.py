@@ -13,11 +13,12 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import grouped, nn, sharding
+from k3jax.config_layout import ALONE
 from k3jax.model import balancing
 from k3jax.model.ffn import GatedFFN, gated
 from k3jax.model.memory import mark
 from k3jax.parallel import experts
-from k3jax.parallel.transport import AllGather, Transport
+from k3jax.parallel.transport import Transport
 from k3jax.roles import Role
 
 
@@ -97,7 +98,13 @@ class MoELayer(nnx.Module):
             self.shared = GatedFFN(model, spec.shared * F)
 
     def __call__(
-        self, model: c.ModelConfig, x_BTD: Array, valid_BT: Array, *, observe: bool, transport: Transport = AllGather()
+        self,
+        model: c.ModelConfig,
+        x_BTD: Array,
+        valid_BT: Array,
+        *,
+        observe: bool,
+        transport: Transport = ALONE.transport,
     ) -> tuple[Array, balancing.Observation | None]:
         """[B, T, D] to [B, T, D]; with ``observe``, what the balancer needs to know of the batch, on a mesh as parts
         of sums (:func:`k3jax.sharding.partial`). ``transport``: how tokens come to experts on other devices."""

@@ -9,7 +9,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn, sharding
-from k3jax.config_layout import Layout
+from k3jax.config_layout import ALONE, Layout
 from k3jax.model import attnres, embedding, kda, layout, memory, mla
 from k3jax.model.block import (
     Cache,
@@ -57,7 +57,7 @@ class Transformer(nnx.Module):
         observe: bool = False,
         capture: bool = False,
         segments: tuple[layout.Segment, ...] | None = None,
-        on: Layout = Layout(),
+        on: Layout = ALONE,
     ) -> tuple[Array, list[list[LayerReport]]]:
         """Normalized final hidden states [B, T, D] and every layer's report.
 
