@@ -37,14 +37,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return _plain(type(config), config)
 
 
-def from_dict[C](cls: type[C], data: Mapping[str, Any]) -> C:
-    """The inverse of :func:`to_dict`. Every field must be there, so that a saved run does not change with a default.
+def from_dict[C](cls: type[C], data: Mapping[str, Any], *, complete: bool = True) -> C:
+    """The inverse of :func:`to_dict`. Every field must be there, so that a saved run does not change with a default;
+    with ``complete=False`` a field that has a default may be missing.
 
     Raises:
       ConfigError: a field is unknown, missing, of the wrong type, or refused by its class; the message has its dotted
         path, the value and what would be valid.
     """
-    return _build(cls, data, "", complete=True)
+    return _build(cls, data, "", complete=complete)
 
 
 def save_json(config: Any, path: str | Path) -> None:
@@ -52,15 +53,15 @@ def save_json(config: Any, path: str | Path) -> None:
     Path(path).write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def load_json[C](cls: type[C], path: str | Path) -> C:
-    """Reads what :func:`save_json` wrote.
+def load_json[C](cls: type[C], path: str | Path, *, complete: bool = True) -> C:
+    """Reads what :func:`save_json` wrote, or with ``complete=False`` what a person wrote, who may leave out defaults.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, repeats a key, or does not describe a ``cls``.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-        return from_dict(cls, data)
+        return from_dict(cls, data, complete=complete)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file {str(path)!r}: {error}") from error
 
