@@ -21,8 +21,9 @@ def grouped_matmul(x_ML: Array, w_ELF: Array, sizes_E: Array) -> Array:
     """``x @ w[e]`` for consecutive groups of rows: [M, F] in x's dtype; rows beyond the last group may hold anything.
 
     On TPU ``lax.ragged_dot``, for which the compiler has a kernel of its own. On GPU that becomes a dense product with
-    an operand E times too large, so tokamax's Triton kernel is used where the package is installed. The name of the
-    scope says which one a program has: ``grouped_matmul_tokamax`` or ``grouped_matmul_xla``.
+    an operand E times too large, so tokamax is used where it is installed; which of its kernels, it decides by the GPU
+    that it sees while tracing (without one: none). The name of the scope says which library a program uses:
+    ``grouped_matmul_tokamax`` or ``grouped_matmul_xla``.
     """
     return jax.lax.platform_dependent(x_ML, w_ELF, sizes_E, cuda=_KERNELS[GPU_KERNEL], default=_xla)
 
@@ -36,7 +37,7 @@ def _tokamax(x, w, sizes):
     import tokamax  # imported here: an optional package that takes seconds to load
 
     with jax.named_scope("grouped_matmul_tokamax"):
-        return tokamax.ragged_dot(x, w, sizes, implementation="triton")
+        return tokamax.ragged_dot(x, w, sizes)
 
 
 _KERNELS = {"tokamax": _tokamax, "xla": _xla}
