@@ -7,6 +7,7 @@ python -m k3jax.describe kimi_k3 --layout kimi_k3_v5p
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 import jax
 from absl import app, flags
@@ -17,6 +18,7 @@ from k3jax.config import ConfigError, ModelConfig
 from k3jax.config_layout import Layout
 from k3jax.config_optim import Optimizer
 from k3jax.model import attnres, layout
+from k3jax.model.kda import describe_short_conv as describe_conv
 from k3jax.run_config import TrainConfig
 from pallas_kernels import kda
 
@@ -87,14 +89,21 @@ def _layers(model: ModelConfig) -> list[str]:
 
 
 def _kernels(config: TrainConfig) -> list[str]:
-    """Which implementation of the KDA recurrence runs where, and why; the choice is made when a program is lowered."""
+    """Which implementation of each operation runs where, and why; the choice is made when a program is lowered."""
     model = config.model
-    shape = (1, config.seq_len, model.kda.heads, model.kda.head_dim)
-    x = jax.ShapeDtypeStruct(shape, model.dtype)
-    choices = {platform: kda.describe(x, x, platform=platform) for platform in ("cpu", "gpu", "tpu")}
-    return ["KDA recurrence, by target of the program"] + [
-        f"  {platform:22}{choice.implementation}: {choice.reason}" for platform, choice in choices.items()
-    ]
+    x = jax.ShapeDtypeStruct((1, config.seq_len, model.kda.heads, model.kda.head_dim), model.dtype)
+    taps = jax.ShapeDtypeStruct((model.kda.conv, *x.shape[2:]), "float32")
+    operations = {"KDA recurrence": partial(kda.describe, x, x), "short convolution": partial(describe_conv, x, taps)}
+    slots = attnres.source_slots(model.residual, model.layers)
+    if slots:
+        sources = jax.ShapeDtypeStruct((slots, 1, config.seq_len, model.dim), model.dtype)
+        operations["depth mixture"] = partial(attnres.describe, sources)
+    lines = []
+    for name, choice in operations.items():
+        lines.append(f"{name}, by target of the program")
+        chosen = {platform: choice(platform=platform) for platform in ("cpu", "gpu", "tpu")}
+        lines += [f"  {platform:22}{x.implementation}: {x.reason}" for platform, x in chosen.items()]
+    return lines
 
 
 def _run(config: TrainConfig) -> list[str]:

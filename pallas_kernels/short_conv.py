@@ -1,8 +1,8 @@
 """Causal depthwise convolution of a few taps with SiLU, forward and backward, as one TPU kernel each.
 
-XLA pads the whole row in float32 and reads it once per tap: three times the bytes of the operation forward, thirteen
-times with the backward (README.md). Here tokens are the major axis of a block, so that shifts along them are free. The
-backward walks a row from its end and keeps what tokens hand to earlier ones in scratch memory. All sums are float32.
+XLA pads the whole row in float32 and reads it once per tap. Here tokens are the major axis of a block, so that shifts
+along them are free, and a block is read once. The backward walks a row from its end and keeps what tokens hand to
+earlier ones in scratch memory. All sums are float32. The plain form and the choice between the two are in the model.
 """
 
 import functools
@@ -13,16 +13,39 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import target
+
 BLOCK = 128  # tokens per step of the grid
 HALO = 8  # tokens before a block that are read with it
+HEADS = 16  # per step of the grid, unless there are fewer
+LANES = 128
+UNROLL = 25  # tokens per turn of a loop
+
+
+def missing_support(x_BTHK, weight_JHK) -> str:
+    """Why the kernels are not taken for these arrays (or jax.ShapeDtypeStruct); empty if they are."""
+    (_, T, H, K), taps = x_BTHK.shape, weight_JHK.shape[0]
+    if K % LANES or T % BLOCK or not _whole_groups(H) or not 1 < taps <= HALO + 1:
+        return (
+            f"the TPU kernel takes 2 to {HALO + 1} taps, multiples of {BLOCK} tokens and of {LANES} channels, up to "
+            f"{HEADS} or {HEADS} n heads, not {taps}, {T}, {K} and {H}"
+        )
+    if x_BTHK.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the TPU kernel takes bfloat16 and float32, not {x_BTHK.dtype}"
+    axes = target.axes_outside_shard_map()
+    return f"the compiler cannot split a kernel over mesh axes {axes}" if axes else ""
+
+
+def _whole_groups(H):
+    return H <= HEADS or H % HEADS == 0
 
 
 def short_conv(x_BTHK, weight_JHK, segment_ids=None, *, interpret=False):
     """SiLU(y), ``y[t] = sum_j weight[j] x[t - J + 1 + j]`` over tokens of the same document.
 
     Args:
-      x_BTHK: bfloat16 or float32; H a multiple of 16, or at most 16; K a multiple of 128 (on TPU).
-      weight_JHK: float32, up to nine taps; the last one is for the token itself.
+      x_BTHK: bfloat16 or float32; H a multiple of 16, or at most 16; on TPU K a multiple of 128.
+      weight_JHK: two to nine taps; the last one is for the token itself.
       segment_ids: int [B, T], document of each token, or None.
 
     Returns:
@@ -33,8 +56,8 @@ def short_conv(x_BTHK, weight_JHK, segment_ids=None, *, interpret=False):
     """
     B, T, H, _ = x_BTHK.shape
     taps = weight_JHK.shape[0]
-    if not 1 <= taps <= HALO + 1 or (H > 16 and H % 16):
-        raise ValueError(f"short_conv takes up to {HALO + 1} taps and up to 16 or 16 n heads, got {taps} and {H}")
+    if not 1 < taps <= HALO + 1 or not _whole_groups(H):
+        raise ValueError(f"short_conv takes 2 to {HALO + 1} taps and up to 16 or 16 n heads, got {taps} and {H}")
     reach = _reach(segment_ids, (B, T), taps)
     missing = -T % BLOCK
     if missing:
@@ -74,8 +97,8 @@ def _conv_bwd(interpret, saved, dy):
     specs, grid = _specs(x, weight, reverse=True)
     names = ("row", "halo", "weight", "reach", "row")
     heads = specs["weight"].block_shape[1]
-    scratch = [pltpu.VMEM((weight.shape[0] - 1 or 1, heads, x.shape[3]), jnp.float32)]
-    scratch.append(pltpu.SMEM((weight.shape[0] - 1 or 1,), jnp.int32))
+    scratch = [pltpu.VMEM((weight.shape[0] - 1, heads, x.shape[3]), jnp.float32)]
+    scratch.append(pltpu.SMEM((weight.shape[0] - 1,), jnp.int32))
     outputs = [specs["row"], specs["weight"]], [_like(x), _like(weight)]
     call = _call(_backward_kernel, "short_conv_backward", grid, [specs[n] for n in names], *outputs, interpret, scratch)
     dx, dweight = call(x, x, weight, reach, dy)
@@ -92,7 +115,7 @@ def _like(x):
 def _specs(x, weight, *, reverse):
     """Blocks by kind of array, and the grid (groups of heads, rows, blocks of tokens)."""
     B, T, H, K = x.shape
-    heads, blocks = (16 if H % 16 == 0 else H), T // BLOCK
+    heads, blocks = min(H, HEADS), T // BLOCK
     at = (lambda t: blocks - 1 - t) if reverse else (lambda t: t)
     before = BLOCK // HALO
     specs = {
@@ -124,9 +147,9 @@ def _earlier(halo_ref, taps):
     return [halo_ref[0, HALO - back].astype(jnp.float32) for back in range(taps - 1, 0, -1)]
 
 
-def _masked(recent, reach, taps):
+def _masked(recent, reach):
     """The token and those before it, newest first, zero where they belong to another document."""
-    return [recent[-1]] + [jnp.where(reach >= back, recent[-1 - back], 0.0) for back in range(1, taps)]
+    return [x if back == 0 else jnp.where(reach >= back, x, 0.0) for back, x in enumerate(recent)]
 
 
 def _forward_kernel(x_ref, halo_ref, weight_ref, reach_ref, y_ref):
@@ -134,12 +157,24 @@ def _forward_kernel(x_ref, halo_ref, weight_ref, reach_ref, y_ref):
     weight = [weight_ref[j] for j in range(taps)]
 
     def token(t, earlier):
-        recent = [*earlier, x_ref[0, t].astype(jnp.float32)]
-        seen = _masked(recent, reach_ref[0, 0, t], taps)
-        y_ref[0, t] = jax.nn.silu(sum(w * x for w, x in zip(reversed(weight), seen))).astype(y_ref.dtype)
-        return recent[1:]
+        recent = [x_ref[0, t].astype(jnp.float32), *earlier]
+        z = sum(w * x for w, x in zip(reversed(weight), _masked(recent, reach_ref[0, 0, t])))
+        y_ref[0, t] = jax.nn.silu(z).astype(y_ref.dtype)
+        return recent[:-1]
 
-    jax.lax.fori_loop(0, BLOCK, token, _earlier(halo_ref, taps), unroll=8)
+    _loop(BLOCK, token, _earlier(halo_ref, taps)[::-1])
+
+
+def _loop(count, body, carry):
+    """Folds body(n, carry) over n < count, up to UNROLL of them per turn of a loop."""
+    together = max(n for n in range(1, UNROLL + 1) if count % n == 0)
+
+    def turn(n, carry):
+        for i in range(together):
+            carry = body(n * together + i, carry)
+        return carry
+
+    return jax.lax.fori_loop(0, count // together, turn, carry)
 
 
 def _backward_kernel(x_ref, halo_ref, weight_ref, reach_ref, dy_ref, dx_ref, dweight_ref, later_ref, later_reach_ref):
@@ -158,31 +193,32 @@ def _backward_kernel(x_ref, halo_ref, weight_ref, reach_ref, dy_ref, dx_ref, dwe
         for n in range(later_reach_ref.shape[0]):
             later_reach_ref[n] = 0
 
-    halo = _earlier(halo_ref, taps)
+    halo, start = _earlier(halo_ref, taps), [x_ref[0, BLOCK - 1 - n].astype(jnp.float32) for n in range(taps - 1)]
 
-    def token(n, carry):
-        later, later_reach, dweight = carry
-        t = BLOCK - 1 - n
-        recent = [x_ref[0, t].astype(jnp.float32)]
-        for back in range(1, taps):
-            inside = x_ref[0, jnp.maximum(t - back, 0)].astype(jnp.float32)
-            outside = sum(jnp.where(t == i, halo[taps - 1 - back + i], 0.0) for i in range(back))
-            recent.insert(0, jnp.where(t >= back, inside, outside))
-        reach = reach_ref[0, 0, t]
-        seen = _masked(recent, reach, taps)
+    def token(t, oldest, carry):
+        recent, later, later_reach, dweight = carry
+        recent, reach = [*recent, oldest], reach_ref[0, 0, t]
+        seen = _masked(recent, reach)
         z = sum(w * x for w, x in zip(reversed(weight), seen))
         s = jax.nn.sigmoid(z)
         dz = dy_ref[0, t].astype(jnp.float32) * (s * (1 + z * (1 - s)))
         dx = weight[-1] * dz
-        for back in range(1, taps):
-            dx += jnp.where(later_reach[back - 1] >= back, weight[-1 - back] * later[back - 1], 0.0)
+        for back, (dz_later, reach_later) in enumerate(zip(later, later_reach), 1):
+            dx += jnp.where(reach_later >= back, weight[-1 - back] * dz_later, 0.0)
         dx_ref[0, t] = dx.astype(dx_ref.dtype)
         dweight = [d + dz * x for d, x in zip(dweight, seen)]
-        return [dz, *later][: taps - 1], [reach, *later_reach][: taps - 1], dweight
+        return recent[1:], [dz, *later][:-1], [reach, *later_reach][:-1], dweight
 
-    start = [later_ref[n] for n in range(taps - 1)], [later_reach_ref[n] for n in range(taps - 1)]
-    zeros = [jnp.zeros(weight[0].shape, jnp.float32) for _ in range(taps)]
-    later, later_reach, dweight = jax.lax.fori_loop(0, BLOCK, token, (*start, zeros), unroll=4)
+    def inside(n, carry):
+        t = BLOCK - 1 - n
+        return token(t, x_ref[0, t - (taps - 1)].astype(jnp.float32), carry)
+
+    zeros = [jnp.zeros(weight[0].shape, jnp.float32)] * taps
+    carry = start, [later_ref[n] for n in range(taps - 1)], [later_reach_ref[n] for n in range(taps - 1)], zeros
+    carry = _loop(BLOCK - (taps - 1), inside, carry)
+    for t in reversed(range(taps - 1)):
+        carry = token(t, halo[t], carry)
+    _, later, later_reach, dweight = carry
     for n in range(taps - 1):
         later_ref[n], later_reach_ref[n] = later[n], later_reach[n]
     for back, d in enumerate(dweight):

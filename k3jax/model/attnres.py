@@ -14,6 +14,7 @@ from jax import Array
 from k3jax import config as c
 from k3jax import nn, sharding
 from k3jax.roles import Role
+from pallas_kernels import depth_mix, target
 
 
 class Stream(NamedTuple):
@@ -91,7 +92,29 @@ def mix(eps: float, stream: Stream, u_D: Array) -> Array:
     arXiv 2603.15031, section 3, with the norm's gain folded into the pseudo-query u. Scores, softmax and weighted sum
     are float32; the result has the stream's dtype. The values are the sources as they are, without the norm. The
     backward pass keeps the stream and recomputes the weights, so that a site saves no more than a plain residual would.
+
+    A program lowered for TPU takes the kernels of :mod:`pallas_kernels.depth_mix` where they take the shapes.
     """
+    return _run(depth_mix.forward, _mix_plain, eps, *_arrays(stream, u_D))
+
+
+def describe(sources_SBTD, *, platform: str) -> target.Choice:
+    """What :func:`mix` runs for these sources (or their jax.ShapeDtypeStruct) on "cpu", "gpu" or "tpu", and why."""
+    return target.describe(depth_mix.missing_support(sources_SBTD), platform=platform)
+
+
+def _arrays(stream, u_D):
+    return stream.running, stream.sources, stream.count, u_D
+
+
+def _run(kernel, plain, eps, *arrays):
+    sources = arrays[1]
+    missing, title = depth_mix.missing_support(sources), f"{kernel.__name__} of the depth mixture of {sources.shape}"
+    return target.run(partial(kernel, eps=eps), partial(plain, eps), *arrays, title=title, missing=missing)
+
+
+def _mix_plain(eps, running_BTD, sources_SBTD, count, u_D):
+    stream = Stream(running_BTD, sources_SBTD, count)
     scores_SBT, _ = _scores(eps, stream, u_D)
     weights_SBT = jax.nn.softmax(scores_SBT, axis=0)
     mixed = jnp.sum(weights_SBT[:-1, ..., None] * stream.sources.astype(jnp.float32), axis=0)
@@ -118,11 +141,16 @@ def _mix_fwd(eps, stream, u_D):
 
 
 def _mix_bwd(eps, saved, dh_BTD):
+    drunning, dsources, du = _run(depth_mix.backward, _gradients_plain, eps, *_arrays(*saved), dh_BTD)
+    return Stream(drunning, dsources, None), du
+
+
+def _gradients_plain(eps, running_BTD, sources_SBTD, count, u_D, dh_BTD):
     """With score_i = r_i u.v_i:
 
     ``dscore_i = w_i (dh.v_i - dh.h)`` and ``dv_i = w_i dh + dscore_i r_i (u - score_i r_i v_i / D)``.
     """
-    stream, u_D = saved
+    stream = Stream(running_BTD, sources_SBTD, count)
     dh = dh_BTD.astype(jnp.float32)
     scores, inverses = _scores(eps, stream, u_D)
     weights = jax.nn.softmax(scores, axis=0)
@@ -145,7 +173,7 @@ def _mix_bwd(eps, saved, dh_BTD):
 
     dsources, du = of(stream.sources, weights[:-1], along_u[:-1], along_v[:-1])
     drunning, du_last = of(stream.running, weights[-1], along_u[-1], along_v[-1])
-    return Stream(drunning, dsources, None), du + du_last
+    return drunning, dsources, du + du_last
 
 
 mix.defvjp(_mix_fwd, _mix_bwd)

@@ -16,6 +16,8 @@ from k3jax import nn, sharding
 from k3jax.model.memory import mark
 from k3jax.parallel.context import kda_context, short_conv_context
 from k3jax.roles import Role
+from pallas_kernels import short_conv as conv_kernel
+from pallas_kernels import target
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.inputs import log_decay
 
@@ -82,7 +84,22 @@ def short_conv(x_BTHK: Array, weight_JHK: Array, segment_ids: Array | None, hist
 
     Returns:
       [B, T, H, K] in the dtype of ``x_BTHK``.
+
+    A program lowered for TPU takes the kernel of :mod:`pallas_kernels.short_conv` where it takes the shapes.
     """
+    if history_BJHK is not None:
+        return _short_conv_plain(x_BTHK, weight_JHK, segment_ids, history_BJHK)
+    missing = conv_kernel.missing_support(x_BTHK, weight_JHK)
+    arrays, title = (x_BTHK, weight_JHK, segment_ids), f"short convolution of {x_BTHK.shape}"
+    return target.run(conv_kernel.short_conv, _short_conv_plain, *arrays, title=title, missing=missing)
+
+
+def describe_short_conv(x_BTHK, weight_JHK, *, platform: str) -> target.Choice:
+    """What :func:`short_conv` runs without a history on "cpu", "gpu" or "tpu", and why; arrays or their shapes."""
+    return target.describe(conv_kernel.missing_support(x_BTHK, weight_JHK), platform=platform)
+
+
+def _short_conv_plain(x_BTHK, weight_JHK, segment_ids, history_BJHK=None):
     taps, time = weight_JHK.shape[0], x_BTHK.shape[1]
     if history_BJHK is None:
         history_BJHK = jnp.zeros_like(x_BTHK, shape=(x_BTHK.shape[0], taps - 1, *x_BTHK.shape[2:]))

@@ -1,16 +1,16 @@
 """The public functions of Kimi Delta Attention."""
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
-from absl import logging
 
 from pallas_kernels import target
 from pallas_kernels.kda import inputs
 from pallas_kernels.kda.chunked import kda_chunked
 from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu, missing_support
 from pallas_kernels.kda.reference import kda_reference
+from pallas_kernels.target import Choice
 
 Implementation = Literal["reference", "chunked", "mosaic_tpu"]
 
@@ -85,18 +85,11 @@ def kda(
     on_tpu, elsewhere = (_choose(q, v, implementation, chunk_size, tpu if known else x) for x in (True, False))
     title = f"kda of q {q.shape} and v {v.shape} {v.dtype}:"
     if on_tpu.implementation == elsewhere.implementation:
-        _log(f"{title} {on_tpu.implementation}, {on_tpu.reason}")
+        target.log_once(f"{title} {on_tpu.implementation}, {on_tpu.reason}")
         return run(on_tpu.implementation, *arrays)
-    _log(f"{title} {on_tpu.implementation} if it is lowered for TPU, else {elsewhere.implementation}")
+    target.log_once(f"{title} {on_tpu.implementation} if it is lowered for TPU, else {elsewhere.implementation}")
     branches = dict(tpu=functools.partial(run, on_tpu.implementation))
     return jax.lax.platform_dependent(*arrays, default=functools.partial(run, elsewhere.implementation), **branches)
-
-
-class Choice(NamedTuple):
-    """An implementation of ``kda``, and why it is the one to run."""
-
-    implementation: Implementation
-    reason: str
 
 
 def describe(q, v, *, platform: str, implementation: Implementation | None = None, chunk_size=None) -> Choice:
@@ -129,12 +122,6 @@ def _run(implementation, *arrays, chunk_size, **static):
     run = {"reference": kda_reference, "chunked": kda_chunked, "mosaic_tpu": kda_mosaic_tpu}[implementation]
     narrow = implementation == "chunked" and arrays[0].shape[-1] <= NARROW
     return run(*arrays, chunk_size=chunk_size or (32 if narrow else 64), **static)
-
-
-@functools.cache
-def _log(line):
-    """Each line once, however often a program is traced."""
-    logging.info(line)
 
 
 def kda_step(q, k, v, gate, beta, state, *, A_log, dt_bias, lower_bound=-5.0):

@@ -42,6 +42,7 @@ def call(**changes):
         ({"segment_ids": IDS + np.array([0, 1, 1, -1, 0, 2])}, ValueError, "decrease in row 0: 0 at token 4 after 1"),
         ({"segment_ids": IDS + 2, "num_segments": 2, "initial_state": None}, ValueError, "segment_ids reach 2"),
         ({"num_segments": 2, "initial_state": None}, ValueError, "num_segments=2 needs segment_ids"),
+        ({"segment_ids": IDS, "num_segments": 0, "initial_state": jnp.ones((2, 0, 3, 8, 4))}, ValueError, "got 0"),
         ({"implementation": "fast"}, ValueError, "implementation must be one of"),
     ),
 )

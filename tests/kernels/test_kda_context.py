@@ -63,7 +63,7 @@ def case(ids):
     return inputs, cot, values_and_gradients(inputs, cot, implementation=FLOAT64, segment_ids=ids)
 
 
-@pytest.mark.parametrize("shards, ids", ((4, None), (2, IDS), (4, IDS)))
+@pytest.mark.parametrize("shards, ids", ((2, None), (4, None), (2, IDS), (4, IDS)))
 def test_t17_t18_shards_equal_the_whole(shards, ids):
     inputs, cot, expected = case(ids)
     testing.assert_close(sharded(inputs, cot, ids, shards), expected, BARS)

@@ -1,5 +1,7 @@
 """What is particular to the TPU kernels of KDA: their memory, their grid, real widths. The rest is in test_kda.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from test_kda_decode import INDEX
 from test_kda_decode import make as make_decode
 
 from pallas_kernels import testing
-from pallas_kernels.kda import kda, mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_decode, mosaic_tpu_forward
+from pallas_kernels.kda import Records, kda, mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_decode, mosaic_tpu_forward
 from pallas_kernels.kda.mosaic_tpu import grid_steps, head_groups, kda_mosaic_tpu
 
 IDS = np.r_[[0] * 20, [1] * 3, [-1] * 4, [2], [3] * 20, [-1] * 2, [5] * 10, [-1] * 6][None].astype(np.int32)
@@ -62,13 +64,22 @@ def test_memory_of_the_kernels_is_clean(monkeypatch):
     testing.assert_close(jax.jit(run)(inputs, cot), expected, {"default": 5e-5, "A_log": 5e-4})
 
 
-def test_memory_of_decoding_is_clean(monkeypatch):
+@pytest.mark.parametrize("operation", ("decode", "verify", "commit"))
+def test_memory_of_decoding_is_clean(operation, monkeypatch):
     """Rows of padding between live ones, two groups of heads."""
     monkeypatch.setattr(mosaic_tpu_decode, "_heads", lambda H: 1)
-    x, parameters, pool = make_decode(0, 1)
-    run = lambda how: mosaic_tpu_decode.decode(x, parameters, pool, INDEX, lower_bound=-5.0, interpret=how)  # noqa: E731
+    x, parameters, pool = make_decode(0, 1 if operation == "decode" else 2)
+
+    def run(how):
+        if operation != "commit":
+            step = getattr(mosaic_tpu_decode, operation)
+            return step(x, parameters, pool, INDEX, lower_bound=-5.0, interpret=how)
+        records = Records(x[0], -jnp.abs(x[1]), x[2], tuple(x[:3]))
+        accepted = np.array([2, 0, 1, 1, 2], np.int32)
+        return mosaic_tpu_decode.commit(pool, jnp.asarray(INDEX), records, jnp.asarray(accepted), interpret=how)
+
     simulated, plain = (jax.jit(lambda how=how: run(how))() for how in (SIMULATED, True))
-    jax.tree.map(np.testing.assert_array_equal, simulated, plain)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, equal_nan=False), simulated, plain)
 
 
 def test_t13_value_heads_that_share_keys_are_refused():
