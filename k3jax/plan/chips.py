@@ -142,4 +142,3 @@ def seconds(topology: Topology, places: np.ndarray, kind: str, groups: np.ndarra
     return sent / bandwidth
 
 
-replace = dataclasses.replace

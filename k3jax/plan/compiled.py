@@ -14,55 +14,9 @@ from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
 from k3jax.plan import chips, cost, hlo
 from k3jax.plan.chips import Topology
+from k3jax.plan.needs import Memory, Times
+from k3jax.plan.remedies import Remedy, remedies
 from k3jax.run_config import TrainConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes of one device. saved: what layers keep for the backward pass, by shapes; other: what remains of the
-    compiled program's peak. hbm: its capacity."""
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    saved: int
-    other: int
-    hbm: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.optimizer + self.gradients + self.saved + self.other
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.hbm
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Seconds of a step. fused: the compiler's estimated cycles. kernels: those of Pallas and grouped matmuls.
-    communication: all collectives by link bandwidth; exposed: what the schedule does not hide behind computation.
-    ideal: model operations at the peak."""
-
-    fused: float
-    kernels: float
-    communication: float
-    exposed: float
-    ideal: float
-
-    @property
-    def step(self) -> float:
-        return self.fused + self.kernels + self.exposed
-
-    @property
-    def mfu(self) -> float:
-        """Model operations over those of the peak in a step; a bound, because nothing else is lost in this model."""
-        return self.ideal / self.step
-
-    @property
-    def binding(self) -> str:
-        parts = {"fused operations": self.fused, "kernels": self.kernels, "exposed communication": self.exposed}
-        return max(parts, key=parts.get)
 
 
 def devices_of(topology: Topology) -> list[Any]:
@@ -134,7 +88,7 @@ def times_of(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a layout before a device has been seen."""
+    """What is known of a layout before a device has been seen. remedies: what would make it fit, if it does not."""
 
     topology: Topology
     layout: Layout
@@ -142,6 +96,7 @@ class Plan:
     times: Times
     sent: list[hlo.Collective]
     unknown: list[str]
+    remedies: list[Remedy]
     lower_seconds: float
     compile_seconds: float
 
@@ -162,13 +117,15 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
     program = hlo.Program.parse(compiled.as_text())
     sent = hlo.collectives(program, layout.sizes)
     places = chips.coordinates(topology, devices)
+    needs = memory_of(config, layout, topology, compiled.memory_analysis())
     return Plan(
         topology,
         layout,
-        memory_of(config, layout, topology, compiled.memory_analysis()),
+        needs,
         times_of(config, topology, program, sent, places),
         sent,
         cost.unknown_kernels(program, topology.chip),
+        [] if needs.fits else remedies(config, layout, needs),
         middle - start,
         end - middle,
     )

@@ -34,6 +34,10 @@ def _memory(plan: Plan) -> Iterator[str]:
     share = memory.total / memory.hbm
     verdict = "fits" if memory.fits else "does not fit"
     yield f"  {'total':12}{memory.total / GB:8.2f} GB   {share:.0%} of the device: {verdict}"
+    if not memory.fits:
+        yield f"  largest: {memory.largest}. By arithmetic it would fit with"
+        yield from (f"    {one.flags}  ({one.total / GB:.1f} GB)" for one in plan.remedies)
+        yield "    more devices" if plan.remedies else "    more devices only"
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
@@ -80,6 +84,7 @@ def as_json(plan: Plan, model: ModelConfig) -> dict:
         "mfu": times.mfu,
         "binding": times.binding,
         "unknown_kernels": plan.unknown,
+        "remedies": [one._asdict() for one in plan.remedies],
         "lower_seconds": plan.lower_seconds,
         "compile_seconds": plan.compile_seconds,
     }
