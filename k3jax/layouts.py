@@ -15,8 +15,8 @@ LAYOUTS: dict[str, Layout] = {
     # The rungs of Attention Residuals on 16 chips (v5e:4x4, v6e:4x4, v5p:2x2x4). Their heads are 12 to 17, so that
     # nothing is split by tensor; all their batches divide by 16.
     "attnres_16": Layout(fsdp=2, expert=8),
-    # The first four of them on 64 chips (v5e:8x8, v6e:8x8, v5p:4x4x4).
-    "attnres_64": Layout(fsdp=8, expert=8),
+    # The first four of them on 64 chips (v5e:8x8, v6e:8x8, v5p:4x4x4). Their widths divide by 16, not all by 64.
+    "attnres_64": Layout(data=4, fsdp=2, expert=8, optimizer=("data",)),
     # kimi_linear_48b on v5p:8x8x8: 16 experts a chip, 8 heads.
     "kimi_linear_48b_v5p": Layout(fsdp=8, expert=16, tensor=4),
     # The same with rows of a million tokens: 32K tokens of one row on a chip, 16K between sub-layers.
@@ -48,8 +48,8 @@ def load(text: str) -> Layout:
     else:
         near = config_io.did_you_mean(first, LAYOUTS)
         raise ConfigError(
-            f"--layout={text}: {first!r} is no layout{near} (layouts: {', '.join(LAYOUTS)}), nor is it "
-            "of the form axis=size"
+            f"--layout={text}: {first!r} is no layout and not of the form axis=size{near} "
+            f"(layouts: {', '.join(LAYOUTS)})"
         )
     for setting in settings:
         _check(text, setting, base)

@@ -1,6 +1,5 @@
 """What the accelerators can do, per device as JAX shows them, and how fast a group of devices can exchange bytes."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -140,5 +139,3 @@ def seconds(topology: Topology, places: np.ndarray, kind: str, groups: np.ndarra
         longest = max(len(np.unique(group[:, d])) for d in range(group.shape[1]))
         return sent / bandwidth * max(longest / 4, 1)
     return sent / bandwidth
-
-

@@ -1,4 +1,4 @@
-"""What would make a step fit that does not: changes of batch, rematerialization and layout, and what each needs then."""
+"""What would make a step fit that does not: changes of batch, rematerialization and layout, and their bytes."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -26,7 +26,7 @@ def test_fields_follow_a_name():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kimi_k3_v5", "no layout; did you mean 'kimi_k3_v5p'"),
+        ("kimi_k3_v5", "no layout and not .* did you mean 'kimi_k3_v5p'"),
         ("date=2", "there is no axis 'date'; the axes are data, fsdp"),
         ("pipeline=2", "reserved"),
         ("transport=Balance", "Balanced"),
@@ -82,7 +82,7 @@ def test_shipped_layouts_fit(name, layout):
     placement.check_batch(config, layout_report.mesh_of(layout))
     placed = layout_report.state(config, layout)
     held, total = sum(one.bytes for one in placed), sum(one.bytes * layout.devices // one.copies for one in placed)
-    assert held < 1.6 * total / layout.devices
+    assert held < 2.5 * total / layout.devices
 
 
 def test_a_description_lists_what_is_held_alike():
