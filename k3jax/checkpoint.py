@@ -248,8 +248,10 @@ class Checkpoints:
 
     def _read(self, step: int, config: TrainConfig, shardings: TrainState | None) -> TrainState:
         target = abstract_state(config)
-        if shardings is not None:
-            target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), target, shardings)
+        if shardings is None:  # else Orbax would bring back the mesh that the run had
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda _: here, target)
+        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), target, shardings)
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(_storable(target)))
             restored = self._manager.restore(step, args=args)["state"]

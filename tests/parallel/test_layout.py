@@ -82,7 +82,7 @@ def test_shipped_layouts_fit(name, layout):
     placement.check_batch(config, layout_report.mesh_of(layout))
     placed = layout_report.state(config, layout)
     held, total = sum(one.bytes for one in placed), sum(one.bytes * layout.devices // one.copies for one in placed)
-    assert held < 2.5 * total / layout.devices
+    assert held < 3 * total / layout.devices
 
 
 def test_a_description_lists_what_is_held_alike():
