@@ -67,7 +67,7 @@ def _rules(axes: tuple[str, ...], layout: Layout) -> str:
     words = []
     for axis in axes:
         mesh_axes, gathered = sharding.rule(axis)
-        mesh_axes = layout.dense if axis == "embed" else mesh_axes
+        mesh_axes = layout.dense if axis in sharding.DENSE else mesh_axes
         if mesh_axes:
             words.append(f"{axis} {'spread at rest' if gathered else 'split'} over {' x '.join(mesh_axes)}")
     return ", ".join(words) or "no axis is large enough to be worth it"

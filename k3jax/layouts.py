@@ -5,7 +5,7 @@ import re
 from k3jax import config_io
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
-from k3jax.parallel.transport import Balanced
+from k3jax.parallel.transport import Balanced, RaggedAllToAll
 
 OTHER = ("transport", "mla", "dense", "optimizer")
 
@@ -24,9 +24,13 @@ LAYOUTS: dict[str, Layout] = {
     # kimi_k3 on v5p:16x16x16, 4,096 chips: 14 experts a chip, 24 heads. Dense weights, 2 % of the parameters, are
     # gathered from the 64 chips of the expert axis only, in shards of 112 rows: over all 1,024 a shard has 7. What the
     # optimizer keeps of them is spread over all, so that no two chips orthogonalize the same matrix.
-    "kimi_k3_v5p": Layout(fsdp=16, expert=64, tensor=4, dense=("expert",), optimizer=("fsdp",)),
+    "kimi_k3_v5p": Layout(
+        fsdp=16, expert=64, tensor=4, dense=("expert",), optimizer=("fsdp",), transport=RaggedAllToAll()
+    ),
     # kimi_k3 on tpu7x:16x16x16, 8,192 devices: 12 heads a device.
-    "kimi_k3_tpu7x": Layout(fsdp=16, expert=64, tensor=8, dense=("expert",), optimizer=("fsdp",)),
+    "kimi_k3_tpu7x": Layout(
+        fsdp=16, expert=64, tensor=8, dense=("expert",), optimizer=("fsdp",), transport=RaggedAllToAll()
+    ),
     # As kimi_k3_v5p, with the balanced plan: the same rows on every chip whatever the router does.
     "kimi_k3_v5p_balanced": Layout(
         fsdp=16, expert=64, tensor=4, dense=("expert",), optimizer=("fsdp",), transport=Balanced()

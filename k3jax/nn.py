@@ -135,20 +135,25 @@ def on_shards(fn: Callable, layer: nnx.Module, *arrays, dtype, out):
     return sharding.island(local, out)(layer, *arrays)
 
 
-def _spread(variable: nnx.Variable) -> tuple[bool, dict[int, tuple[str, ...]]]:
-    """Whether a weight is a matrix, which a layer uses in its compute dtype, and what to gather by dimension."""
+def _spread(variable: nnx.Variable) -> tuple[bool, list[tuple[int, tuple[str, ...]]]]:
+    """Whether a weight is a matrix, which a layer uses in its compute dtype, and which dimensions to gather, in order.
+
+    Along the last dimension first, while the shard is small: the reduce-scatter of its gradient there comes last, and
+    compilers tend to make an all-reduce of it. Experts the other way round: their first axis has the longer reach.
+    """
     facts, entries = variable.get_metadata(), jax.typeof(variable[...]).sharding.spec
     if "axes" not in facts:
-        return False, {}
+        return False, []
     rules = map(sharding.rule, facts["axes"])
-    dims = {n: entry for n, (rule, entry) in enumerate(zip(rules, entries)) if rule.gathered and entry is not None}
-    return facts["role"] in (Role.MATRIX, Role.HEADS, Role.EXPERTS), dims
+    dims = [(n, entry) for n, (rule, entry) in enumerate(zip(rules, entries)) if rule.gathered and entry is not None]
+    role = facts["role"]
+    return role in (Role.MATRIX, Role.HEADS, Role.EXPERTS), dims if role is Role.EXPERTS else dims[::-1]
 
 
-def _gathered(x: Array, how: tuple[bool, dict[int, tuple[str, ...]]], dtype) -> Array:
+def _gathered(x: Array, how: tuple[bool, list[tuple[int, tuple[str, ...]]]], dtype) -> Array:
     is_matrix, dims = how
     x = x.astype(dtype) if is_matrix and dims else x
-    for dim, axes in dims.items():
+    for dim, axes in dims:
         x = sharding.gather(x, axes, dim)
     return x
 

@@ -19,15 +19,6 @@ from k3jax.run_config import TrainConfig
 from k3jax.step import TrainState, abstract_batch, abstract_state
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """``data=2,fsdp=4`` as a dictionary.
-
-    Raises:
-      ConfigError: an axis that does not exist, or a size that is no positive integer.
-    """
-    return {name: size for name, size in layouts.load(text).sizes.items() if size > 1}
-
-
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with all axes, those not named at size 1, in JAX's explicit sharding mode.
 
@@ -59,11 +50,6 @@ def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]
         return None, ALONE
     layout = layouts.load(text or f"data={len(devices)}")
     return make_mesh(layout.sizes, devices), layout
-
-
-def mesh_of_flag(text: str, config: TrainConfig) -> Mesh | None:
-    """The mesh of :func:`layout_of_flag`."""
-    return layout_of_flag(text, config)[0]
 
 
 def _stages(config: TrainConfig) -> list[TrainConfig]:

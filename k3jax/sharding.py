@@ -37,13 +37,17 @@ SPLIT: dict[str, tuple[str, ...]] = {
 
 SPREAD: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp", "expert"),
+    "rank": ("fsdp", "expert"),
     "latent": ("tensor",),
     "expert_in": ("fsdp",),
     "expert_ff": ("tensor",),
 }
 """Logical axes that are spread at rest only, and gathered right before a layer uses them (FSDP)."""
 
-WHOLE = ("key", "value", "rank", "router", "tap", "width")
+DENSE = ("embed", "rank")
+"""Those of them that a layout may spread over fewer axes (`Layout.dense`)."""
+
+WHOLE = ("key", "value", "router", "tap", "width")
 """Logical axes that every device holds whole."""
 
 TOKENS = PartitionSpec(BATCH_AXES, TIME_AXES)
@@ -91,7 +95,7 @@ def spec(axes: Sequence[str], *, stacked: int = 0, dense: tuple[str, ...] = SPRE
     """Sharding of a parameter with these logical axes, behind ``stacked`` unsharded layer axes.
 
     A mesh axis shards one dimension only: where two logical axes map to the same one, the first keeps it. ``dense``
-    replaces the rule of "embed".
+    replaces the rule of :data:`DENSE`.
 
     Raises:
       KeyError: a logical axis without a rule; the message names it and lists those that exist.
@@ -99,7 +103,7 @@ def spec(axes: Sequence[str], *, stacked: int = 0, dense: tuple[str, ...] = SPRE
     used: set[str] = set()
     dims: list[tuple[str, ...]] = [()] * stacked
     for axis in axes:
-        mesh_axes = dense if axis == "embed" else rule(axis).mesh_axes
+        mesh_axes = dense if axis in DENSE else rule(axis).mesh_axes
         dims.append(tuple(name for name in mesh_axes if name not in used))
         used.update(mesh_axes)
     return PartitionSpec(*map(_entry, dims))

@@ -61,7 +61,7 @@ def test_spec():
     assert sharding.spec(("embed", "ff"), dense=("expert",)) == PartitionSpec("expert", "tensor")
     assert sharding.spec(("experts", "embed")) == PartitionSpec("expert", "fsdp"), "what is left of two axes"
     assert sharding.spec(("vocab", "heads")) == PartitionSpec("tensor", None), "one mesh axis shards one dimension"
-    assert sharding.spec(("rank", "key", "value")) == PartitionSpec(None, None, None)
+    assert sharding.spec(("tap", "key", "value")) == PartitionSpec(None, None, None)
     for axes in (*sharding.SPLIT.values(), *sharding.SPREAD.values(), sharding.TOKEN_AXES):
         assert set(axes) <= set(sharding.MESH_AXES)
 

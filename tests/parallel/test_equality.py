@@ -15,7 +15,7 @@ import pytest
 from k3jax import config as c
 from k3jax import layouts, observe, placement, sharding, step
 from k3jax.config_data import StdlibCorpus
-from k3jax.config_optim import Cosine, Optimizer
+from k3jax.config_optim import Cosine, Optimizer, QKClip
 from k3jax.data import Batch
 from k3jax.model import balancing
 from k3jax.parallel import context
@@ -79,13 +79,19 @@ def small(full_attention: tuple[int, ...], layers: int) -> TrainConfig:
         dtype="float32",
         remat="full" if layers == 2 else "none",
     )
-    optimizer = Optimizer(schedule=Cosine(peak=0.1, warmup=0.0))
+    optimizer = Optimizer(schedule=Cosine(peak=0.1, warmup=0.0), qk_clip=QKClip(threshold=0.2))
     return TrainConfig(
         model=model, optimizer=optimizer, data=StdlibCorpus(), seq_len=T, batch=B, steps=4, loss_chunk=16
     )
 
 
+def balanced_by(config: TrainConfig, balancer: c.Balancer) -> TrainConfig:
+    return c.replace(config, model=c.replace(config.model, moe=c.replace(config.model.moe, balancer=balancer)))
+
+
 CONFIGS = {"kda": small((), 1), "mla": small((1,), 1), "both": small((2,), 2)}
+CONFIGS["micro-batches"] = c.replace(balanced_by(CONFIGS["mla"], c.ExactQuantileBalancing()), micro_batches=2)
+CONFIGS["auxiliary loss"] = balanced_by(CONFIGS["mla"], c.AuxLoss(weight=1.0))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,6 +180,7 @@ def assert_same_gradients(got, want):
 
 
 LAYERS = [("kda", text) for text in KDA_LAYERS] + [("mla", text) for text in MLA_LAYERS]
+LAYERS += [("micro-batches", "fsdp=2,context=2,tensor=2"), ("auxiliary loss", "expert=2,context=2,tensor=2")]
 
 
 @pytest.mark.parametrize(("name", "text"), LAYERS)

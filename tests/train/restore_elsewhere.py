@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from k3jax import distributed, placement, runtime
+from k3jax import distributed, layouts, placement, runtime
 from k3jax.checkpoint import Checkpoints
 from k3jax.loop import Evaluator, Rows
 from k3jax.train import OpenData
@@ -41,4 +41,4 @@ if __name__ == "__main__":
     run, text, coordinator, processes, process = sys.argv[1:]
     runtime.start()
     distributed.join_processes(coordinator, int(processes), int(process))
-    print(json.dumps(look(pathlib.Path(run), placement.make_mesh(placement.parse_mesh(text)))))
+    print(json.dumps(look(pathlib.Path(run), placement.make_mesh(layouts.load(text).sizes))))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from k3jax import config as c
-from k3jax import placement
+from k3jax import layouts, placement
 from k3jax.config import ConfigError
 from k3jax.data import Batch
 from k3jax.roles import path_name
@@ -22,18 +22,18 @@ from k3jax.roles import path_name
 )
 def test_impossible_meshes_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        placement.parse_mesh(text)
+        layouts.load(text)
 
 
 def test_a_mesh_is_all_devices():
     with pytest.raises(ConfigError, match="data 3 needs 3 devices, but there are 8"):
         placement.make_mesh({"data": 3})
-    assert placement.make_mesh(placement.parse_mesh("data=2,fsdp=4")).shape["fsdp"] == 4
+    assert placement.make_mesh(layouts.load("data=2,fsdp=4").sizes).shape["fsdp"] == 4
 
 
 @pytest.mark.parametrize(("batch", "micro_batches", "used"), [(16, 1, 8), (12, 1, 6), (12, 3, 4), (1, 1, None)])
 def test_by_default_as_many_devices_share_the_rows_as_divide_them(micro, batch, micro_batches, used):
-    mesh = placement.mesh_of_flag("", c.replace(micro, batch=batch, micro_batches=micro_batches))
+    mesh, _ = placement.layout_of_flag("", c.replace(micro, batch=batch, micro_batches=micro_batches))
     assert (mesh and mesh.shape["data"]) == used
 
 
