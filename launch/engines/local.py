@@ -21,10 +21,9 @@ done
 trap 'kill -TERM "${{!running[@]}}" 2> /dev/null' INT TERM
 code=0
 while ((${{#running[@]}})); do
-  finished=
   wait -n -p finished "${{!running[@]}}"
   result=$?
-  [[ -n $finished ]] || continue  # a signal came, and was passed on
+  [[ -n ${{finished:-}} ]] || continue  # a signal came, and was passed on
   if ((result != 0 && code == 0)); then
     code=$result
     echo "process ${{running[$finished]}} left with exit code $result: stopping the others"

@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shlex
 import subprocess
+import time
 
 import jsonschema
 import pytest
@@ -190,22 +192,42 @@ LOCAL = """\
 if [[ $1 == -c ]]; then echo 1234; exit; fi
 trap 'echo told to stop; exit 75' TERM
 echo "process ${@: -1} of $*"
-[[ ${@: -1} != 1 ]] || exit $FAILS
-for _ in {1..200}; do sleep 0.05; [[ $FAILS != 0 ]] || exit 0; done
+touch "ready${@: -1}"
+until [[ -e ready0 && -e ready1 ]]; do sleep 0.02; done
+[[ ${@: -1} != 1 || $FAILS == none ]] || exit $FAILS
+for _ in {1..400}; do sleep 0.05; [[ $FAILS != 0 ]] || exit 0; done
 exit 99
 """
 
 
-@pytest.mark.parametrize("fails", [0, 9])
+def start(folder: pathlib.Path, fails: str) -> subprocess.Popen:
+    """The script with two false processes, of which the second leaves with a code."""
+    tool(folder, "python", LOCAL)
+    (folder / "script").write_text(ENGINES["local"](load("nano-here", setup=(), runs=str(folder))).text)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "FAILS": fails}
+    return subprocess.Popen(["bash", folder / "script"], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("fails", ["0", "9"])
 def test_the_first_failure_stops_the_rest(fails, tmp_path):
     """A process that fails takes the others with it, and its exit code counts; each has a log of its own."""
-    tool(tmp_path, "python", LOCAL)
-    text = ENGINES["local"](load("nano-here", setup=(), runs=str(tmp_path))).text
-    done = run(text, tmp_path, FAILS=str(fails))
+    script = start(tmp_path, fails)
+    output, _ = script.communicate(timeout=60)
     logs = [(tmp_path / "nano-here" / "logs" / f"{number}.log").read_text() for number in (0, 1)]
-    assert done.returncode == fails, done.stderr
+    assert script.returncode == int(fails)
     assert all("--coordinator localhost:1234 --processes 2 --process" in log for log in logs)
-    assert ("told to stop" in logs[0]) == bool(fails)
+    assert "[0] process 0 of" in output and "[1] process 1 of" in output
+    assert ("told to stop" in logs[0]) == (fails == "9")
+
+
+def test_a_signal_is_passed_on(tmp_path):
+    """Both processes save and leave, and the script says that they were asked to."""
+    script = start(tmp_path, "none")
+    while not all((tmp_path / f"ready{number}").exists() for number in (0, 1)):
+        time.sleep(0.02)
+    script.terminate()
+    output, _ = script.communicate(timeout=60)
+    assert script.returncode == Exit.PREEMPTED and output.count("told to stop") == 2
 
 
 def test_one_process_needs_no_coordinator():
@@ -213,3 +235,13 @@ def test_one_process_needs_no_coordinator():
     last = ENGINES["local"](spec).text.splitlines()[-1]
     assert shlex.split(last)[:3] == ["exec", "python", "-m"] and "--processes" not in last
     assert "my runs/one" in shlex.split(last)
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.parent.parent.glob("docs/launch_*.md")), ids=lambda page: page.stem)
+def test_specs_of_the_pages_are_rendered(page, tmp_path):
+    """A page's spec is what its `launch.render` command takes; GKE's comes from a plan."""
+    text = re.sub(r"\$(BUCKET|PROJECT|REGION|ZONE)", lambda found: found[1].lower(), page.read_text())
+    engine = re.search(r"--to (\w+)", text)[1]
+    for spec in re.findall(r"<<'?END'?\n(.*?)\nEND\n", text, re.DOTALL):
+        (tmp_path / "spec.json").write_text(spec)
+        assert ENGINES[engine](specs.load(tmp_path / "spec.json")).text
