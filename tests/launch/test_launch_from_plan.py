@@ -56,7 +56,7 @@ def test_the_commands(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
 
     def call(*arguments):
-        return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120)
+        return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=600)
 
     made = call("launch.from_plan", tmp_path / "plan.json", "--config", "kimi_k3", "--runs", "gs://bucket/runs",
                 "--out", tmp_path / "k3.json", "--set", "image=r/k3jax:tpu",
