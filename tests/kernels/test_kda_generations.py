@@ -16,7 +16,7 @@ def test_chips_before_v6e_give_the_same_bits(monkeypatch):
     results = []
     for recent in (True, False):
         monkeypatch.setattr(mosaic_tpu, "_recent_target", lambda recent=recent: recent)
-        run = jax.jit(lambda x: mosaic_tpu.kda_mosaic_tpu(*(x[n] for n in ARRAYS), ids, **static), compiler_options=QUICK)
-        results.append(run(inputs))
+        run = lambda x: mosaic_tpu.kda_mosaic_tpu(*(x[n] for n in ARRAYS), ids, **static)  # noqa: E731
+        results.append(jax.jit(run, compiler_options=QUICK)(inputs))
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.all(np.isfinite(results[0][0])) and np.any(results[0][0])
