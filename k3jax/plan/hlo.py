@@ -25,6 +25,7 @@ _CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**31 - 1  # what the compiler writes, or more, where it has no estimate: work of a SparseCore
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONSTANT = re.compile(r"^\s+.*= s32\[\]\S* constant\((\d+)\)", re.MULTILINE)
 _EXPLICIT = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
@@ -52,7 +53,7 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int:
         found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else 0
+        return int(found[1]) if found and int(found[1]) < _UNKNOWN_CYCLES else 0
 
     @property
     def op_name(self) -> str:
