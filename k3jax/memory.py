@@ -121,19 +121,23 @@ def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
         raise ConfigError(f"--topology={topology}: {reason} (is libtpu installed?)") from error
     mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
     chip = chips.topology(topology).chip
-    found = []
-    for number, config in enumerate(configs, 1):
-        print(f"compiling under policy {number} of {len(configs)}: {config.model.remat}", file=sys.stderr)
+
+    def compiled(config: TrainConfig) -> tuple[jax.stages.Compiled, float]:
+        print(f"compiling for {topology}: {config.model.remat}", file=sys.stderr)
         args = (*step.abstract_state(config).weights, step.abstract_batch(config))
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)), args)
         loss = partial(step.loss_fn, config=config, count=jnp.float32(1))
-        gradient = jax.grad(lambda params, router, batch, loss=loss: loss(params, router, batch=batch)[0])
+        gradient = jax.grad(lambda params, router, batch: loss(params, router, batch=batch)[0])
         with jax.set_mesh(mesh):
-            compiled = jax.jit(gradient).lower(*args).compile()
-        program = hlo.Program.parse(compiled.as_text())
-        found.append((config, compiled, cost.fused_seconds(program, chip) + cost.kernel_seconds(program, chip)))
-    for config, compiled, seconds in found:
-        yield _cost(config, compiled, seconds, seconds / found[-1][2])
+            found = jax.jit(gradient).lower(*args).compile()
+        program = hlo.Program.parse(found.as_text())
+        return found, cost.fused_seconds(program, chip) + cost.kernel_seconds(program, chip)
+
+    reference = compiled(configs[-1])
+    for config in configs[:-1]:
+        found, seconds = compiled(config)
+        yield _cost(config, found, seconds, seconds / reference[1])
+    yield _cost(configs[-1], *reference, 1.0)
 
 
 def _cost(config: TrainConfig, compiled: jax.stages.Compiled, seconds: float, ratio: float) -> Cost:

@@ -15,7 +15,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import app, flags, logging
 
 from pallas_kernels import schedule
 from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu
@@ -92,6 +92,7 @@ def rows(name, topology):
 
 
 def main(_):
+    logging.set_verbosity(logging.ERROR)  # of tokamax, for each kernel that it has not tuned
     titles = f"{'cycles / token, head':>22}{'HBM MB':>9}{'temporary MB':>14}"
     print(f"{'':14}{'':16}{'program':20}{titles}{'chain of chunk':>16}{'chain of state':>16}")
     for topology in TOPOLOGIES.value:

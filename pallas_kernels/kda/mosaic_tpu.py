@@ -70,6 +70,7 @@ def kda_mosaic_tpu(
         documents=steps.documents is not None,
         slots=num_segments is not None,
         scale=K**-0.5,
+        recent=_recent_target(),
     )
     if initial_state is None:
         initial_state = jnp.zeros(inputs.state_shape(q, v, num_segments), jnp.float32)
@@ -80,6 +81,12 @@ def kda_mosaic_tpu(
     o, final = _kda(plan, interpret, tokens, parameters, initial, steps)
     final = final[:, :, :H, :V, :K].swapaxes(3, 4)
     return o[:, :, :H, :V], final.reshape(inputs.state_shape(q, v, num_segments))
+
+
+def _recent_target():
+    """Whether the target in scope is v6e or later, or none is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is None or not device.device_kind.startswith(("TPU v4", "TPU v5"))
 
 
 def missing_support(q, v, chunk_size) -> str:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda.mosaic_tpu_decays import columns, dyadic_masks, pair_decays, pair_matrices, term_mask
-from pallas_kernels.kda.mosaic_tpu_forward import VMEM_LIMIT, token_specs
+from pallas_kernels.kda.mosaic_tpu_forward import COMPILER, token_specs
 from pallas_kernels.kda.mosaic_tpu_math import (
     NN,
     NT,
@@ -35,7 +35,9 @@ from pallas_kernels.kda.mosaic_tpu_math import (
     prepare_beta,
     prepare_pair,
     run_in_lockstep,
+    spread,
     store_pair,
+    times_pair,
 )
 
 
@@ -44,7 +46,7 @@ def backward(plan: Plan, tokens, parameters, steps, saved, do, dfinal_BNHVK, *, 
     q, k, v, gate, beta = tokens
     B, _, H, K = q.shape
     count, heads = steps.chunk.shape[1], plan.heads
-    specs = token_specs(plan, reverse=count)
+    specs = token_specs(plan, lambda s: count - 1 - s)
     in_names = ["key", "key", "value", "key", "beta", "A_log", "dt_bias"]
     in_names += ["value", "saved_state", "saved_inverse", "anywhere"]
     arguments = [*tokens, *parameters, do, *saved, dfinal_BNHVK]
@@ -65,9 +67,7 @@ def backward(plan: Plan, tokens, parameters, steps, saved, do, dfinal_BNHVK, *, 
             out_specs=[specs[x] for x in out_names],
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
+        compiler_params=COMPILER,
         interpret=interpret,
         name="kda_backward",
     )(steps.chunk, steps.slot, *arguments)
@@ -95,9 +95,9 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
 
     def program(j):
         raw = [load_pair(ref, j) for ref in (q_ref, k_ref, gate_ref)]
-        heads = prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref)
+        heads = yield from prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref, slopes=True)
         decays = yield from pair_decays(plan, masks, heads)
-        A, _ = yield from pair_matrices(plan, masks, heads, decays, between_keys=False)
+        A, *_ = yield from pair_matrices(plan, masks, heads, decays, between_keys=False)
         values, douts = ([mask_rows(masks, x) for x in load_pair(ref, j)] for ref in (v_ref, do_ref))
         states = [saved_state_ref[0, 0, 2 * j + n] for n in range(2)]
         dstates = [dstate_ref[0, 0, 2 * j + n] for n in range(2)]
@@ -106,6 +106,8 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
         dlog_beta, diagonals = ([jnp.sum(x * y, -1, keepdims=True) for x, y in zip(left, N)] for left in (dP, douts))
         dR = [head.beta * x for head, x in zip(heads, dP)]
         store_pair(dv_ref, j, dR, add=revisits)
+        for _ in range(j):  # from here on one pair after another: what eight of them keep alive does not fit registers
+            yield
         inner = yield from _inside_chunk(plan, heads, decays, dA, dB)
         outer = yield from _through_state(plan, heads, decays, N, dR, douts, states, dstates)
         dq, dk, dG = [], [], []
@@ -115,11 +117,8 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
             rows_q, rows_k, columns_k = (x + y for x, y in zip(within, outer[n]))
             dq.append(rows_q + diagonals[n] * head.k)
             dk.append(rows_k + columns_k + diagonals[n] * head.q)
-            added = plan.product(
-                jnp.concatenate([douts[n], -dR[n]], 0),
-                jnp.concatenate([head.q * decay.enter, head.k * decay.enter], 0),
-                TN,
-            )
+            entering = jnp.concatenate([head.q * decay.enter, head.k * decay.enter], 0)
+            added = plan.product(_outward(plan, douts[n], dR[n]), entering, TN)
             dstate_ref[0, 0, 2 * j + n] = dstates[n] * decay.whole + added
         store_pair(dq_ref, j, [_unnormalize(x.q, x.q_root, y, plan.scale) for x, y in zip(heads, dq)], add=revisits)
         store_pair(dk_ref, j, [_unnormalize(x.k, x.k_root, y, 1.0) for x, y in zip(heads, dk)], add=revisits)
@@ -131,10 +130,11 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
         store_pair(dgate_ref, j, dgate, add=revisits)
         for n in range(2):
             dbias.append((2 * j + n, jnp.sum(dgate[n], 0, keepdims=True)))
-            da_log.append((2 * j + n, jnp.sum(dg[n] * heads[n].gate.by_a_log, 0, keepdims=True)))
+            through = dg[n] if plan.lower_bound is None else dgate[n]
+            da_log.append((2 * j + n, jnp.sum(through * heads[n].gate.by_a_log, 0, keepdims=True)))
             dbeta.append((2 * j + n, dlog_beta[n]))
 
-    run_in_lockstep(program(j) for j in range(plan.heads // 2))
+    run_in_lockstep((0, program(j)) for j in range(plan.heads // 2))
     for ref, rows in ((da_log_ref, da_log), (dbias_ref, dbias)):
         new = jnp.concatenate([x for _, x in sorted(rows, key=lambda x: x[0])], 0)
         ref[0] = new + jnp.where(done == 0, 0.0, ref[0])
@@ -145,7 +145,7 @@ def _kernel(plan, count, chunk_ref, slot_ref, *refs):
 
 def _solve(plan, heads, decays, A, inverse, values, douts, states, dstates):
     """Generator: N = X (beta R) and dP = X^T dN of two heads; R = V - K+ S, dN = A^T dO + K- dS'."""
-    C, V = plan.chunk, plan.value
+    C = plan.chunk
     inverse_T, A_T = inverse.astype(jnp.float32).T, A.T
     R, dN = [], []
     for n, (head, decay) in enumerate(zip(heads, decays)):
@@ -153,11 +153,10 @@ def _solve(plan, heads, decays, A, inverse, values, douts, states, dstates):
         from_out = plan.product(A_T[n * C : (n + 1) * C], douts[n])
         dN.append(from_out + plan.product(head.k * decay.leave, dstates[n], NT))
     yield
-    right = block_diagonal(*(plan.pieces(head.beta * x)[0] for head, x in zip(heads, R)))
-    N = plan.product(inverse, right)
+    N = times_pair(plan, (inverse,), [plan.pieces(head.beta * x) for head, x in zip(heads, R)])
     dP = [plan.product(inverse_T[n * C : (n + 1) * C], dN[n]) for n in range(2)]
     yield
-    return [N[:, :V], N[:, V:]], dP
+    return N, dP
 
 
 def _matrix_gradients(plan, masks, heads, N, dP, douts):
@@ -173,7 +172,7 @@ def _matrix_gradients(plan, masks, heads, N, dP, douts):
 
 def _inside_chunk(plan, heads, decays, dA, dB):
     """Generator: gradients through A and B of sums of log-decays, q, k as row and k as column, for two heads."""
-    C, K = plan.chunk, plan.key
+    C = plan.chunk
     right = [columns(plan, h, d, 1) for h, d in zip(heads, decays)]
     rows, parts = [[], []], [[], []]
     for index in range(len(decays[0].terms)):
@@ -183,12 +182,13 @@ def _inside_chunk(plan, heads, decays, dA, dB):
         if not plan.bounded:
             cotangent = [jnp.where(term_mask(plan, index), x, 0.0) for x in cotangent]
         cotangent = jnp.concatenate(cotangent, 0)
-        by_row = plan.product(cotangent, block_diagonal(*(_fill(x[index][0], C) for x in right)))
+        (low,) = plan.pieces(cotangent)
+        by_row = plan.product(spread(plan, low), jnp.concatenate([_fill(x[index][0], C) for x in right], 0))
         flipped = cotangent.T
         for n, (h, t) in enumerate(zip(heads, terms)):
             left = plan.pieces(jnp.concatenate([x[start:stop] * t.row for x in (h.q, h.k)], 0))
             parts[n].append(plan.product(flipped[n * C : n * C + len(right[n][index][0])], left))
-            raw = by_row[:, n * K : (n + 1) * K]
+            raw = by_row[n * len(cotangent) : (n + 1) * len(cotangent)]
             both = raw * left[0].astype(jnp.float32), raw * jnp.concatenate([t.row] * 2, 0)
             rows[n].append([x[: stop - start] + x[stop - start :] for x in both[:1]] + jnp.split(both[1], 2))
         yield
@@ -203,9 +203,11 @@ def _sum_gradients(plan, head, decay, of_pairs, outer, state, dstate):
     at_end = iota(leaving.shape, 0) == plan.chunk - 1
     if not plan.bounded:
         return jnp.concatenate([entering + jnp.where(at_end, through, 0.0), leaving, of_pairs], 0)
-    leaving = jnp.where(at_end, 0.0, leaving)
-    last = through + jnp.sum(leaving, 0, keepdims=True)
-    return of_pairs + entering - leaving + jnp.where(at_end, last, 0.0)
+    tail = jnp.where(at_end, 0.0, leaving)[-8:]
+    last = through + jnp.sum(leaving[:-8], 0, keepdims=True) + jnp.sum(tail, 0, keepdims=True)
+    inside = of_pairs + entering
+    end = inside[-8:] - tail + jnp.where(at_end[-8:], last, 0.0)
+    return jnp.concatenate([inside[:-8] - leaving[:-8], end], 0)
 
 
 def _sum_terms(plan, terms, right, rows, parts):
@@ -233,11 +235,17 @@ def _through_state(plan, heads, decays, N, dR, douts, states, dstates):
     C = plan.chunk
     out = []
     for n, decay in enumerate(decays):
-        start = plan.product(jnp.concatenate([douts[n], dR[n]], 0), states[n])
+        start = plan.product(_outward(plan, douts[n], dR[n]), states[n])
         end = plan.product(N[n], dstates[n])
-        out.append((start[:C] * decay.enter, -start[C:] * decay.enter, end * decay.leave))
+        out.append((start[:C] * decay.enter, start[C:] * decay.enter, end * decay.leave))
     yield
     return out
+
+
+def _outward(plan, dout, dR):
+    """[dO; -dR], rounded for products."""
+    (up,), (down,) = plan.pieces(dout), plan.pieces(dR)
+    return jnp.concatenate([up, -down], 0)
 
 
 def _unnormalize(y, root, dy, scale):

@@ -39,6 +39,7 @@ class Decays(NamedTuple):
     leave: jax.Array  # [C, K], from i to the end of the chunk
     whole: jax.Array  # [1, K]
     terms: tuple[Term, ...]
+    last: jax.Array | None = None  # [1, K], from the last anchor to the end of the chunk; None without a bound
 
 
 def pair_decays(plan, masks, heads):
@@ -68,7 +69,7 @@ def _bounded_decays(plan, G):
         before = anchor
         terms.append(Term(start, stop, jnp.exp2(distance), jnp.exp2(-distance), shrink))
     last = G[plan.chunk - 1 :]
-    return Decays(jnp.exp2(G), jnp.exp2(last - G), jnp.exp2(last), tuple(terms))
+    return Decays(jnp.exp2(G), jnp.exp2(last - G), jnp.exp2(last), tuple(terms), jnp.exp2(last - before))
 
 
 def dyadic_masks(C):
@@ -130,10 +131,11 @@ def columns(plan, head, decays, count):
     return out
 
 
-def pair_matrices(plan, masks, heads, decays, *, between_keys=True):
+def pair_matrices(plan, masks, heads, decays, *, between_keys):
     """Generator: A_ij = <q_i, k_j decay>, i >= j, and B_ij = <k_i, k_j decay>, i > j; [C, 2C] of two heads.
 
-    B is None unless between_keys.
+    between_keys: with B, for the forward. Else B is None, and the diagonal of A, which no decay reaches, is exact.
+    Third, the decayed keys of the last term of each head.
     """
     C = plan.chunk
     sides = 2 if between_keys else 1
@@ -155,7 +157,8 @@ def pair_matrices(plan, masks, heads, decays, *, between_keys=True):
             part = both[n * size : (n + 1) * size]
             found[n].append(part if plan.bounded else jnp.where(term_mask(plan, index), part, 0.0))
     A, *B = (jnp.concatenate(x, 0) if plan.bounded else sum(x) for x in found)
+    A = jnp.where(masks.until, A, 0.0)
     i, j = iota((C, 2 * C), 0), iota((C, 2 * C), 1) % C
-    diagonal = halves(plan, *(jnp.sum(h.q * h.k, -1, keepdims=True) for h in heads))
-    A = jnp.where(i == j, diagonal, jnp.where(masks.until, A, 0.0))
-    return A, jnp.where(masks.until & (i != j), B[0], 0.0) if between_keys else None
+    if not (plan.bounded and between_keys):
+        A = jnp.where(i == j, halves(plan, *(jnp.sum(h.q * h.k, -1, keepdims=True) for h in heads)), A)
+    return A, jnp.where(masks.until & (i != j), B[0], 0.0) if between_keys else None, [x[-1] for x in decayed]

@@ -39,6 +39,7 @@ class Plan:
     documents: bool  # tokens carry document numbers, or some are padding
     slots: bool  # one state per document, each step of the grid serves one document of one chunk
     scale: float = 1.0
+    recent: bool = True  # v6e or later: selects in bfloat16, two stores per cycle
 
     @property
     def bounded(self):
@@ -80,11 +81,11 @@ class Head(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Log-decay of one head, [C, K], and its derivatives in base e."""
+    """Log-decay of one head, [C, K], and its derivatives in base e, which the forward leaves out."""
 
     g: jax.Array  # base 2
-    by_input: jax.Array
-    by_a_log: jax.Array
+    by_input: jax.Array | None
+    by_a_log: jax.Array | None  # with a bound, derivative of the raw gate; else of the log-decay
 
 
 class Masks(NamedTuple):
@@ -125,22 +126,33 @@ def store_pair(ref, j, pair, *, add):
         pair = tuple(x + jnp.where(add, old, 0.0) for x, old in zip(pair, load_pair(ref, j)))
     _, C, heads, D = ref.shape
     if ref.dtype == jnp.bfloat16:
-        low, high = (pltpu.bitcast(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32) for x in pair)
-        words = (high & UPPER_HALF) | jax.lax.shift_right_logical(low, 16)
-        ref.bitcast(jnp.int32).reshape(C * heads // 2, D)[pl.ds(j, C, stride=heads // 2), :] = words
+        words = jax.lax.platform_dependent(*pair, mosaic=_pack, default=_pack_as_interpreted)
+        ref.bitcast(jnp.uint32).reshape(C * heads // 2, D)[pl.ds(j, C, stride=heads // 2), :] = words
         return
     for n, x in enumerate(pair):
         ref.reshape(C * heads, D)[pl.ds(2 * j + n, C, stride=heads), :] = x.astype(ref.dtype)
 
 
+def _pack(low, high):
+    return pltpu.pack_elementwise((low, high), packed_dtype=jnp.bfloat16)
+
+
+def _pack_as_interpreted(low, high):
+    """What `_pack` does, which has no interpretation."""
+    low, high = (pltpu.bitcast(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in (low, high))
+    return high | (low >> 16)
+
+
 def run_in_lockstep(programs):
     """Advances generators together, one yield at a time, so that independent heads stand side by side in the program.
 
-    The compiler schedules near its program order, and a chain of dependent products leaves most units idle.
+    programs: pairs (round in which it starts, generator). The compiler schedules near its program order, and a chain of
+    dependent products leaves most units idle.
     """
-    programs = list(programs)
+    programs, now = list(programs), 0
     while programs:
-        programs = [p for p in programs if next(p, StopIteration) is not StopIteration]
+        programs = [p for p in programs if p[0] > now or next(p[1], StopIteration) is not StopIteration]
+        now += 1
 
 
 def block_diagonal(a, b):
@@ -149,11 +161,24 @@ def block_diagonal(a, b):
     return jnp.concatenate([jnp.concatenate([a, zero], 1), jnp.concatenate([zero, b], 1)], 0)
 
 
-def spread(pair):
+def spread(plan, pair):
     """[C, 2C] of two heads -> block diagonal [2C, 2C]."""
-    first = iota(pair.shape, 1) < pair.shape[1] // 2
-    zero = jnp.zeros_like(pair)
-    return jnp.concatenate([jnp.where(first, pair, zero), jnp.where(first, zero, pair)], 0)
+    dtype, low = pair.dtype, pair.dtype == jnp.bfloat16
+    if low:  # selected by lane alone: in words of two rows where that costs nothing
+        pair = pltpu.bitcast(pair, jnp.int32) if plan.recent else pair.astype(jnp.float32)
+    first, zero = iota(pair.shape, 1) < pair.shape[1] // 2, jnp.zeros_like(pair)
+    out = jnp.concatenate([jnp.where(first, pair, zero), jnp.where(first, zero, pair)], 0)
+    return pltpu.bitcast(out, dtype) if low and plan.recent else out.astype(dtype)
+
+
+def times_pair(plan, left, right):
+    """Products of two heads: of matrices [C, 2C] in pieces with two right sides, each pieces [C, D]; two [C, D].
+
+    The left side is made block diagonal, which loads a right side into the matrix unit without zeros.
+    """
+    below = tuple(jnp.concatenate(x, 0) for x in zip(*right))
+    out = plan.product(tuple(spread(plan, x) for x in left), below)
+    return [out[: len(out) // 2], out[len(out) // 2 :]]
 
 
 def chunk_masks(plan, documents_ref):
@@ -191,34 +216,44 @@ def mask_rows(masks, x):
     return x if masks.valid is None else jnp.where(masks.valid, x, 0.0)
 
 
-def prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref):
-    """Norms and gates of heads 2j and 2j + 1; raw: (q, k, gate), each a pair of [C, K]; beta [C, heads] activated."""
-    rows = [slice(n, n + 1) for n in (2 * j, 2 * j + 1)]
-    return [
-        prepare_head(plan, masks, *(x[n] for x in raw), beta[:, row], a_log_ref[row], bias_ref[row])
-        for n, row in enumerate(rows)
-    ]
+def prepare_pair(plan, masks, j, raw, beta, a_log_ref, bias_ref, *, slopes):
+    """Generator: norms and gates of heads 2j and 2j + 1.
+
+    raw: (q, k, gate), each a pair of [C, K]; beta [C, heads] activated; slopes: whether gates need derivatives.
+    """
+    heads = []
+    for n, row in enumerate(slice(n, n + 1) for n in (2 * j, 2 * j + 1)):
+        own = [x[n] for x in raw]
+        heads.append(prepare_head(plan, masks, *own, beta[:, row], a_log_ref[row], bias_ref[row], slopes=slopes))
+        if n == 0:
+            yield
+    return heads
 
 
-def prepare_head(plan, masks, q, k, x, beta, a_log, bias):
+def prepare_head(plan, masks, q, k, x, beta, a_log, bias, *, slopes):
     """Norms and gates of one head. q, k, x: [C, K] raw; beta [C, 1] activated; a_log [1, 1]; bias [1, K]."""
     q, k, x = (mask_rows(masks, y) for y in (q, k, x))
     q_root, k_root = (jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + L2_EPSILON) for y in (q, k))
-    gate = log_decay(plan.lower_bound, x + bias, jnp.exp(jnp.minimum(a_log, MAX_A_LOG)))
-    gate = Gate(*(mask_rows(masks, y) for y in gate))
+    gate = log_decay(plan.lower_bound, x + bias, jnp.exp(jnp.minimum(a_log, MAX_A_LOG)), slopes=slopes)
+    gate = Gate(*(None if y is None else mask_rows(masks, y) for y in gate))
     return Head(q * (q_root * plan.scale), k * k_root, q_root, k_root, gate, beta)
 
 
-def log_decay(lower_bound, shifted, rate):
+def log_decay(lower_bound, shifted, rate, *, slopes):
     """Gate of Kimi K3 (bounded) or Kimi Linear from raw gate + bias [C, K] and rate = exp(A_log) [1, 1]."""
     if lower_bound is None:
         g = -rate * (jnp.maximum(shifted, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(shifted))))
-        return Gate(g * (1 / math.log(2)), -rate * jax.nn.sigmoid(shifted), g)
-    # The complement is computed on its own: 1 - gate has no digits left where the gate is near 1.
-    z = rate * shifted
-    gate, complement = 1.0 / (1.0 + jnp.exp(-z)), 1.0 / (1.0 + jnp.exp(z))
-    by_input = gate * complement * (lower_bound * rate)
-    return Gate(gate * (lower_bound / math.log(2)), by_input, by_input * shifted)
+        own = (-rate * jax.nn.sigmoid(shifted), g) if slopes else (None, None)
+        return Gate(g * (1 / math.log(2)), *own)
+    power = shifted * (rate * (-1 / math.log(2)))
+    if not slopes:
+        return Gate((lower_bound / math.log(2)) * pltpu.reciprocal(1.0 + jnp.exp2(power), full_range=False), None, None)
+    # The smaller of gate and 1 - gate is computed on its own: as a difference it has no digits left.
+    ratio = jnp.exp2(-jnp.abs(power))
+    larger = pltpu.reciprocal(1.0 + ratio, full_range=False)
+    smaller = ratio * larger
+    gate = jnp.where(power <= 0, larger, smaller)
+    return Gate(gate * (lower_bound / math.log(2)), larger * smaller * (lower_bound * rate), shifted)
 
 
 def halves(plan, a, b):
@@ -236,16 +271,15 @@ def unit_lower_inverse(plan, L):
     """
     C, P = L.shape
     i, j = iota((C, P), 0), iota((C, P), 1) % C
-    X = _base_inverse(L)
-    size = BASE
+    pieces = plan.pieces(L, 2)
+    table, X, size = spread(plan, pieces[0]), _base_inverse(L), BASE
     while size < C:
         lower = [slice(start, start + size) for start in range(size, C, 2 * size)]
-        off = jnp.where((i // (2 * size) == j // (2 * size)) & (i // size != j // size), L, 0.0)
-        (off,) = plan.pieces(off)
-        Z = plan.product(jnp.concatenate([X[s] for s in lower], 0), spread(off))
+        Z = plan.product(jnp.concatenate([X[s] for s in lower], 0), table)
         yield
+        beside = iota(Z.shape, 0) // size * 2 == iota(Z.shape, 1) % C // size
         (whole,) = plan.pieces(X)
-        Y = plan.product(Z, spread(whole))
+        Y = plan.product(jnp.where(beside, Z, 0.0), spread(plan, whole))
         yield
         parts = []
         for n, s in enumerate(lower):
@@ -255,11 +289,11 @@ def unit_lower_inverse(plan, L):
     if plan.dtype == jnp.float32:
         return X
     (rounded,) = plan.pieces(X)
-    LX = plan.product(jnp.concatenate(plan.pieces(L, 2), 0), spread(rounded))
+    LX = plan.product(jnp.concatenate(pieces, 0), spread(plan, rounded))
     yield
     X = rounded.astype(jnp.float32)
     (residual,) = plan.pieces(jnp.where(i == j, 1.0, 0.0) - X - (LX[:C] + LX[C:]))
-    X = X + plan.product(rounded, spread(residual))
+    X = X + plan.product(rounded, spread(plan, residual))
     yield
     return X
 

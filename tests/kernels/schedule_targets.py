@@ -10,14 +10,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import schedule
+from pallas_kernels import depth_mix, schedule
 from pallas_kernels.kda import Pool, Records, mosaic_tpu_decode
 from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu
+from pallas_kernels.short_conv import short_conv
 
 BUDGETS = Path(__file__).with_name("schedule_budgets.json")
 TARGET = "schedule_targets:kernels"
 B, T, H, WIDTH = 1, 128, 2, 128
 N, SLOTS, DRAFT, TAPS = 4, 4, 2, 4
+DEPTH_WIDTH = 7168
 
 
 def _array(*shape, dtype=jnp.bfloat16):
@@ -25,8 +27,9 @@ def _array(*shape, dtype=jnp.bfloat16):
 
 
 def kernels():
-    """Forward and backward for both gates and with packed documents; decoding, verification, commit."""
-    return _sequences() + _decoding()
+    """Forward and backward for both gates and with packed documents; decoding, verification, commit; forward and
+    backward of the convolution and of the depth mixture."""
+    return _sequences() + _decoding() + around_attention()
 
 
 def _sequences():
@@ -66,10 +69,29 @@ def _decoding():
     ]
 
 
+def around_attention():
+    x, taps = _array(B, T, H, WIDTH), _array(TAPS, H, WIDTH, dtype=jnp.float32)
+    ids, count, u = _array(B, T, dtype=jnp.int32), _array(dtype=jnp.int32), _array(DEPTH_WIDTH, dtype=jnp.float32)
+    running, sources = _array(B, 32, DEPTH_WIDTH), _array(8, B, 32, DEPTH_WIDTH)
+
+    def convolution(x, taps, ids, dy):
+        y, pull = jax.vjp(lambda x, taps: short_conv(x, taps, ids), x, taps)
+        return y, pull(dy)
+
+    def mixture(running, sources, count, u, dh):
+        arrays = running, sources, count, u
+        return depth_mix.forward(*arrays, eps=1e-5), depth_mix.backward(*arrays, dh, eps=1e-5)
+
+    return [
+        ("short convolution", convolution, (x, taps, ids, x)),
+        ("depth mixture", mixture, (running, sources, count, u, running)),
+    ]
+
+
 def measure(topology) -> dict:
     """Cycles of the kernels by program; what XLA puts around them is not counted."""
     reports = schedule.measure(TARGET, topology, search=Path(__file__).parent)
-    kernel = lambda op: "kda_" in op  # noqa: E731
+    kernel = lambda op: any(name in op for name in ("kda_", "short_conv", "depth_mix"))  # noqa: E731
     return {r["label"]: sum(n for op, n in r["ops"].items() if kernel(op)) for r in reports}
 
 

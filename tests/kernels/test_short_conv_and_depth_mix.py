@@ -26,7 +26,8 @@ def small_blocks(monkeypatch):
     """Blocks of 16 tokens of the convolution, two tokens or columns per turn of a loop: programs that compile fast."""
     monkeypatch.setattr(conv_kernel, "BLOCK", 16)
     monkeypatch.setattr(conv_kernel, "UNROLL", 2)
-    monkeypatch.setattr(depth_mix, "UNROLL", 2)
+    monkeypatch.setattr(depth_mix, "FORWARD_COLUMNS", 1)
+    monkeypatch.setattr(depth_mix, "BACKWARD_COLUMNS", 1)
 
 
 def conv_case(dtype):
