@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
             found = compiled.plan(config, layout, topology)
         print(report.text(found))
         if given.out:
-            report.write(found, config.model, pathlib.Path(given.out))
+            report.write(found, config.model, given.config, pathlib.Path(given.out))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
 

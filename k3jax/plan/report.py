@@ -68,13 +68,14 @@ def _times(plan: Plan) -> Iterator[str]:
     yield f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
 
 
-def as_json(plan: Plan, model: ModelConfig) -> dict:
-    """Everything that the tables show, for other programs."""
+def as_json(plan: Plan, model: ModelConfig, config: str) -> dict:
+    """Everything that the tables show, for other programs. config: the name that the plan was made for."""
     times, memory = plan.times, plan.memory
     sent = [
         {"kind": kind, "axes": list(axes), **row} for (kind, axes), row in hlo.summary(plan.sent).items()
     ]  # fmt: skip
     return {
+        "config": config,
         "topology": plan.topology.name,
         "layout": layouts.text(plan.layout),
         "layers": model.layers,
@@ -90,11 +91,11 @@ def as_json(plan: Plan, model: ModelConfig) -> dict:
     }
 
 
-def write(plan: Plan, model: ModelConfig, folder: pathlib.Path) -> None:
+def write(plan: Plan, model: ModelConfig, config: str, folder: pathlib.Path) -> None:
     """``plan.txt``, ``plan.json`` and ``plan.png`` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_text(folder / "plan.txt", text(plan) + "\n")
-    run_folder.write_text(folder / "plan.json", json.dumps(as_json(plan, model), indent=1) + "\n")
+    run_folder.write_text(folder / "plan.json", json.dumps(as_json(plan, model, config), indent=1) + "\n")
     figure(plan).savefig(folder / "plan.png", dpi=150)
 
 
