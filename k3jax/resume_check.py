@@ -46,9 +46,7 @@ class Replay(NamedTuple):
         return self.logged == self.seen and not self.arrays_that_differ
 
 
-def replay(
-    run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None, layout: Layout = ALONE
-) -> Replay:
+def replay(run: pathlib.Path, *, step: int | None = None, mesh: Mesh | None = None, layout: Layout = ALONE) -> Replay:
     """Makes the step after the checkpoint of ``step`` (by default the newest one that was gone on from) twice.
 
     Raises:
