@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from k3jax import nn, presets, sharding
 from k3jax.accounting import parameters
@@ -50,8 +50,7 @@ def test_kimi_k3_divides_over_a_pod():
     for p in parameters(presets.kimi_k3().model):
         if p.meta is None:
             continue
-        spec = sharding.spec(p.meta.axes, stacked=p.stacked)
-        held += math.prod(NamedSharding(mesh, spec).shard_shape(p.shape))
+        held += math.prod(sharding.fitting(mesh, p.meta.axes, p.shape, name=p.path).shard_shape(p.shape))
         total += p.size
     assert held < 2 * total / (16 * 16 * 8)
 
