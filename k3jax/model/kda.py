@@ -180,7 +180,7 @@ class KDALayer(nnx.Module):
     def _gauges(self, model, raw_gate_BTHK, state_BHKV, segment_ids):
         B, T = raw_gate_BTHK.shape[:2]
         shards, shard = sharding.size("context"), sharding.index("context")
-        valid = jnp.ones((B, T * shards), bool) if segment_ids is None else segment_ids >= 0
+        valid = jnp.ones((B, T * shards), bool) if segment_ids is None else jnp.asarray(segment_ids) >= 0
         # The same tokens of a row whatever shard they lie on: those that are a multiple of eight before its last.
         first = (T * shards - 1 - shard * T) % GAUGE_EVERY
         sampled = first + GAUGE_EVERY * jnp.arange(-(-T // GAUGE_EVERY))

@@ -11,10 +11,9 @@ from k3jax.plan.needs import Memory
 from k3jax.plan.remedies import remedies
 
 
-@pytest.fixture(scope="module")
-def config():
-    tiny = presets.load("tiny")
-    return replace(tiny, batch=16, model=replace(tiny.model, remat="none"))
+@pytest.fixture
+def config(micro_model):
+    return replace(presets.load("tiny"), batch=16, model=micro_model)
 
 
 NEEDS = Memory(parameters=100, optimizer=100, gradients=100, saved=800, other=100, hbm=700)
