@@ -23,12 +23,15 @@ import tempfile
 from pathlib import Path
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+ITEM_BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
+    "f32": 4, "s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "f4e2m1fn": 0.5,
+}  # fmt: skip
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:\s*((?:>\s*)*)\{(\})?")
 _TRIPS = re.compile(r"totalorder [^,]+, (-?\d+)\s*/\* loop exit test")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-<>]+) = (.*?[\s)}])([a-z][\w\-]*)\((.*?)\)(?:,|$)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _MOVE_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done", "after-all", "iota"}
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
@@ -136,8 +139,9 @@ def hbm_bytes(program: str) -> dict[str, int]:
         if not found:
             continue
         name, result, operation, operands = found.groups()
-        arrays = [x for x in _ARRAY.findall(result) if x[0] in _BYTES and "S(1)" not in x[2]]
-        sizes[name] = sum(_BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape, _ in arrays)
+        arrays = [x for x in _ARRAY.findall(result) if x[0] in ITEM_BYTES and "S(1)" not in x[2]]
+        counts = [(kind, math.prod(int(n) for n in shape.split(",") if n)) for kind, shape, _ in arrays]
+        sizes[name] = sum(ITEM_BYTES[kind] * count for kind, count in counts)
         if operation not in _MOVE_NOTHING:
             moved[name] = sizes[name] + sum(sizes.get(x, 0) for x in re.findall(r"%([\w.\-<>]+)", operands))
     return moved

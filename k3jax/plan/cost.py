@@ -6,10 +6,10 @@ from k3jax.plan.chips import Chip
 from k3jax.plan.hlo import Instruction, Program
 
 KDA_CYCLES = {
-    "TPU v5 lite": (8.11, 10.84),
-    "TPU v5": (8.11, 10.84),
-    "TPU v6 lite": (6.24, 8.96),
-    "TPU7x": (5.87, 8.46),
+    "TPU v5 lite": (7.45, 11.04),
+    "TPU v5": (7.45, 11.04),
+    "TPU v6 lite": (5.50, 8.32),
+    "TPU7x": (5.34, 8.44),
 }
 """Cycles per token and head of the fused KDA kernels at K = V = 128, forward and backward by device kind, as counted in
 the compiler's schedule (pallas_kernels/README.md; those of v5e are v5p's). The compiler gives no estimate of a kernel.

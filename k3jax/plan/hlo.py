@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BYTES = {
-    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
-    "f32": 4, "s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "f4e2m1fn": 0.5,
-}  # fmt: skip
+from pallas_kernels.schedule import ITEM_BYTES
+
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-<>]+) \(")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-<>]+) = ")
@@ -48,7 +46,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return int(sum(math.prod(dims) * _BYTES.get(dtype, 0) for dtype, dims in self.shapes))
+        return int(sum(math.prod(dims) * ITEM_BYTES.get(dtype, 0) for dtype, dims in self.shapes))
 
     @property
     def cycles(self) -> int:
@@ -207,7 +205,7 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
 
 def _payload(one: Instruction, size: int) -> int:
     """Bytes of the whole that a group shares. What a start returns holds its operand beside its result."""
-    sizes = [int(math.prod(dims) * _BYTES.get(dtype, 0)) for dtype, dims in one.shapes]
+    sizes = [int(math.prod(dims) * ITEM_BYTES.get(dtype, 0)) for dtype, dims in one.shapes]
     if one.opcode in ("all-gather-start", "collective-permute-start"):
         return max(sizes)
     return sum(sizes) * (size if one.opcode.startswith("reduce-scatter") else 1)

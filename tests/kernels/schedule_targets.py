@@ -15,6 +15,7 @@ from pallas_kernels.kda import Pool, Records, mosaic_tpu_decode
 from pallas_kernels.kda.mosaic_tpu import kda_mosaic_tpu
 from pallas_kernels.short_conv import short_conv
 
+LIBTPU = "0.0.52"  # every version schedules in its own way: .ci/run installs this one
 BUDGETS = Path(__file__).with_name("schedule_budgets.json")
 TARGET = "schedule_targets:kernels"
 B, T, H, WIDTH = 1, 128, 2, 128

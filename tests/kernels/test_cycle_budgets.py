@@ -1,10 +1,10 @@
 """Every kernel compiles for four generations of TPU, within a budget of cycles; and how cycles are counted."""
 
-import importlib.util
+import importlib.metadata
 import json
 
 import pytest
-from schedule_targets import BUDGETS, kernels, measure
+from schedule_targets import BUDGETS, LIBTPU, kernels, measure
 
 from pallas_kernels import schedule
 
@@ -26,7 +26,16 @@ def over(cycles: dict, budget: dict) -> dict:
     return changed | {name: x for name, x in late.items() if x[0] > TOLERANCE * x[1]}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def installed_compiler() -> str | None:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.skipif(
+    installed_compiler() != LIBTPU, reason=f"budgets are of libtpu {LIBTPU}, and here is {installed_compiler()}"
+)
 @pytest.mark.parametrize("topology", schedule.TOPOLOGIES)
 def test_kernels_compile_within_their_budget(topology):
     assert not over(measure(topology), json.loads(BUDGETS.read_text())[topology])

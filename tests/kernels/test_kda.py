@@ -27,8 +27,8 @@ from pallas_kernels.kda import kda
 
 IMPLEMENTATIONS = ("chunked", INTERPRETED)
 BFLOAT16 = {"default": 1e-2, "o": 5e-3, "state": 5e-3, "gate": 2e-2, "A_log": 2e-2, "dt_bias": 2e-2}
-# Identical keys that hardly decay, with beta spread over (0, 1): the saved inverse, rounded once to bfloat16, meets a
-# right-hand side whose common part it has to cancel.
+# Identical keys that hardly decay, with beta spread over (0, 1): rows that nearly cancel are rounded apart in the
+# backward (pallas_kernels/README.md has what it would cost to keep them together).
 ILL_CONDITIONED = {"beta": 4e-2, "v": 1.5e-2}
 FLOAT32 = 5e-5
 SHAPE = dict(B=1, T=70, H=2, K=16, V=8)
