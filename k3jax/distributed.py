@@ -2,7 +2,8 @@
 
 JAX's own start-up knows processes by number only, and waits for five minutes. So they meet before it: process 0 opens
 the port of the coordinator, the others tell it their number, their host and how many they expect, and it answers all of
-them at once. Then JAX's service takes over the port.
+them at once. Then JAX's service takes over the port. What they say of their hosts on that occasion can be judged before
+anything is computed (`k3jax.preflight`).
 """
 
 import contextlib
@@ -12,15 +13,25 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from k3jax.config import ConfigError
+from k3jax.data import DataError
+from k3jax.exits import Exit
 
 TIMEOUT = 60
 LINGER = 3.0  # seconds in which process 0 tells a mistake to those who come later
 PATIENCE = 5.0  # seconds for a single connection, line or farewell
+CLOCK = "what time is it"
+ERRORS = {
+    Exit.CONFIGURATION: ConfigError, Exit.DATA: DataError, Exit.STORAGE: OSError, Exit.PEERS: ConnectionError,
+}  # fmt: skip
+
+type Problem = tuple[int, str]  # the exit code, and the message
+type Judge = Callable[[dict[int, dict[str, Any]]], Problem | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +78,32 @@ def join_processes(
     *,
     hosts: Sequence[str] = (),
     timeout: float = TIMEOUT,
+    facts: dict[str, Any] | None = None,
+    judge: Judge | None = None,
 ) -> None:
-    """Joins the processes of a run that spans several; does nothing for one. To be called before anything computes.
+    """Joins the processes of a run that spans several; one that is alone is only judged. To be called before anything
+    computes.
 
     Args:
       coordinator, processes, process, hosts: as for :func:`membership`.
       timeout: seconds in which all must have come, counted by the first one.
+      facts: what this process says of its host, in JSON types.
+      judge: asked by process 0, with {process: {"host": name, "offset": seconds that its clock is ahead of process 0's,
+        "facts": its facts}}.
 
     Raises:
       ConfigError: the numbers do not fit together, among each other or with those of another process.
       ConnectionError: not all came in time: the message names who is missing, or why process 0 cannot be reached.
+      ConfigError, DataError, ConnectionError, OSError: on all processes alike, what ``judge`` found (:data:`ERRORS`).
     """
     began = time.monotonic()
     member = membership(coordinator, processes, process, hosts=hosts, timeout=timeout)
     if member is None or jax.distributed.is_initialized():
+        if judge is not None:
+            refuse(judge({0: {"host": socket.gethostname(), "offset": 0.0, "facts": facts}}))
         return
     reserve = min(15.0, timeout / 4)
-    meet(member, deadline=began + timeout - reserve)
+    meet(member, deadline=began + timeout - reserve, facts=facts, judge=judge)
     left = round(max(reserve, began + timeout - time.monotonic()))
     try:
         jax.distributed.initialize(member.coordinator, member.processes, member.process, initialization_timeout=left)
@@ -175,23 +195,29 @@ def _expanded(nodes: str) -> list[str]:
     return names
 
 
-def meet(member: Membership, *, deadline: float) -> None:
-    """Returns when all processes have come to process 0.
+def meet(
+    member: Membership, *, deadline: float, facts: dict[str, Any] | None = None, judge: Judge | None = None
+) -> None:
+    """Returns when all processes have come to process 0, and ``judge`` has found nothing.
 
     Args:
       deadline: by ``time.monotonic()``; the earliest of those who have come counts for all.
 
     Raises: as :func:`join_processes`.
     """
-    problem = _receive(member, deadline) if member.process == 0 else _visit(member, deadline)
+    refuse(_receive(member, deadline, facts, judge) if member.process == 0 else _visit(member, deadline, facts))
+
+
+def refuse(problem: Problem | None) -> None:
+    """Raises the error of a problem, if there is one."""
     if problem is not None:
-        kind, text = problem
-        raise ConfigError(text) if kind == "configuration" else ConnectionError(text)
+        code, text = problem
+        raise ERRORS[code](text)
 
 
-def _receive(member: Membership, deadline: float) -> tuple[str, str] | None:
+def _receive(member: Membership, deadline: float, facts: dict[str, Any] | None, judge: Judge | None) -> Problem | None:
     """Process 0: takes in the others and answers them."""
-    arrived, connections, problem = {0: socket.gethostname()}, [], None
+    arrived, said, connections, problem = {0: socket.gethostname()}, {0: (None, facts)}, [], None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(member))
         while len(arrived) < member.processes and (left := deadline - time.monotonic()) > 0:
@@ -207,8 +233,14 @@ def _receive(member: Membership, deadline: float) -> tuple[str, str] | None:
                 deadline = min(deadline, time.monotonic() + (LINGER if clash else hello["seconds"]))
                 if clash is None:
                     arrived[hello["process"]] = hello["host"]
+                    said[hello["process"]] = connection, hello.get("facts")
         if problem is None and len(arrived) < member.processes:
-            problem = "missing", _missing(member, arrived)
+            problem = Exit.PEERS, _missing(member, arrived)
+        if problem is None and judge is not None:
+            problem = judge({
+                number: {"host": arrived[number], "offset": _offset(connection), "facts": own}
+                for number, (connection, own) in sorted(said.items())
+            })  # fmt: skip
         _answer(connections, problem)
     return problem
 
@@ -239,18 +271,33 @@ def _hello(connection: socket.socket) -> dict | None:
 
 def _line(connection: socket.socket) -> bytes:
     with connection.makefile("rb") as file:
-        return file.readline(2**16)
+        return file.readline(2**20)
 
 
-def _clash(member: Membership, hello: dict, arrived: dict[int, str]) -> tuple[str, str] | None:
+def _offset(connection: socket.socket | None) -> float:
+    """Seconds that another process's clock is ahead at least, whatever the way there and back took; 0 where it gives no
+    answer, which its next step will show."""
+    if connection is None:
+        return 0.0
+    try:
+        asked = time.time()
+        connection.sendall(json.dumps(CLOCK).encode() + b"\n")
+        there = float(json.loads(_line(connection)))
+        answered = time.time()
+    except (OSError, ValueError, TypeError):
+        return 0.0
+    return min(there - asked, 0.0) + max(there - answered, 0.0)
+
+
+def _clash(member: Membership, hello: dict, arrived: dict[int, str]) -> Problem | None:
     process, host = hello["process"], hello["host"]
     if hello["processes"] != member.processes:
-        return "configuration", (
+        return Exit.CONFIGURATION, (
             f"process {process} ({host}) was started with --processes={hello['processes']}, but process 0 "
             f"({arrived[0]}) with --processes={member.processes}"
         )
     if process in arrived:
-        return "configuration", (
+        return Exit.CONFIGURATION, (
             f"two processes were started with --process={process}, on {arrived[process]} and on {host}; each of the "
             f"{member.processes} needs a number of its own"
         )
@@ -266,11 +313,11 @@ def _missing(member: Membership, arrived: dict[int, str]) -> str:
     )
     return (
         f"of {member.processes} processes {len(missing)} did not come to {member.coordinator} in time: "
-        f"{_some(missing)}; there are {_some(there)}{aside}"
+        f"{some(missing)}; there are {some(there)}{aside}"
     )
 
 
-def _some(names: list[str], limit: int = 16) -> str:
+def some(names: list[str], limit: int = 16) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -287,7 +334,7 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _answer(connections: list[socket.socket], problem: tuple[str, str] | None) -> None:
+def _answer(connections: list[socket.socket], problem: Problem | None) -> None:
     """Tells all, then waits until they have hung up, so that the port is free at once."""
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -297,7 +344,7 @@ def _answer(connections: list[socket.socket], problem: tuple[str, str] | None) -
             connection.recv(1)
 
 
-def _visit(member: Membership, deadline: float) -> tuple[str, str] | None:
+def _visit(member: Membership, deadline: float, facts: dict[str, Any] | None) -> Problem | None:
     """The other processes: what process 0 says."""
     connection = _connect(member, deadline)
     left = max(deadline - time.monotonic(), 0.0)
@@ -305,8 +352,9 @@ def _visit(member: Membership, deadline: float) -> tuple[str, str] | None:
     with connection:
         connection.settimeout(left + PATIENCE)
         try:
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            problem = json.loads(_line(connection))
+            connection.sendall(json.dumps(hello | {"facts": facts}).encode() + b"\n")
+            while (problem := json.loads(_line(connection))) == CLOCK:
+                connection.sendall(json.dumps(time.time()).encode() + b"\n")
         except (OSError, ValueError) as error:
             raise ConnectionError(
                 f"process {member.process} ({hello['host']}) reached {member.coordinator}, but got no answer of a "

@@ -59,6 +59,11 @@ class Progress:
         parts += [] if tokens_per_second is None else [f"{tokens_per_second:,.0f} tokens/s"]
         self._numbers = "  ".join(parts)
 
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return self._step
+
     def log(self, text: str) -> None:
         """Prints a line of its own to the same stream, above the live line where there is one."""
         self._view.log(text)

@@ -1,5 +1,6 @@
 """What every program does before its first computation."""
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -9,8 +10,9 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -49,6 +51,21 @@ def from_first_process(text: str | None) -> str | None:
     data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     data = np.asarray(multihost_utils.broadcast_one_to_all(data))
     return data.tobytes().rstrip(b"\0").decode(errors="replace") or None
+
+
+def answer_within[T](seconds: float, ask: Callable[[], T]) -> T:
+    """What ``ask`` returns. Raises what it raises, or TimeoutError: a thread that waits for a dead file system or
+    network is left behind."""
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run():
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # raised by the waiting thread
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(timeout=seconds)
 
 
 def refuse_stray(argv: list[str]) -> None:

@@ -10,15 +10,31 @@ The same command with the same run folder goes on where the last checkpoint stan
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 import time
+import traceback
+from typing import NoReturn
 
 import jax
 from absl import app, flags
 from jax.sharding import Mesh
 
-from k3jax import accounting, config_io, distributed, layouts, peak, placement, presets, report, runtime, sampling
+from k3jax import (
+    accounting,
+    config_io,
+    distributed,
+    layouts,
+    peak,
+    placement,
+    preflight,
+    preflight_devices,
+    presets,
+    report,
+    runtime,
+    sampling,
+)
 from k3jax.checkpoint import CheckpointError, Checkpoints, Restored, StorageError, check_paths
 from k3jax.config import ConfigError
 from k3jax.config_layout import ALONE, Layout
@@ -37,6 +53,9 @@ from k3jax.stop import StopRequest
 from k3jax.telemetry import trace, trackers
 from k3jax.telemetry.clock import Clock, goodput
 from k3jax.telemetry.writers import Writers
+from k3jax.watchdog import Watchdog
+
+LINGER = 2.0  # seconds in which the others can fail with codes of their own: the end of process 0 ends them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +70,7 @@ class Options:
       profile: steps to trace.
       dump_hlo: keep the text of the compiled step.
       workers: processes that make batches ahead of time; 0 is a thread.
+      hang_after: seconds after which a step that does not end ends the process (`k3jax.watchdog`); 0 is never.
     """
 
     mesh: Mesh | None = None
@@ -60,6 +80,7 @@ class Options:
     profile: range = range(0)
     dump_hlo: bool = False
     workers: int = 0
+    hang_after: float = 0.0
 
 
 def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) -> dict:
@@ -85,6 +106,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
         StopRequest() as stop,
         Checkpoints(run, keep=config.keep) as checkpoints,
         Progress(config.steps, first=min(checkpoints.latest() or 0, config.steps)) as progress,
+        _watchdog(run, clock, progress, options.hang_after),
     ):
         progress.phase("reading the data")
         open_data = OpenData(config)
@@ -122,6 +144,11 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
             checkpoints.wait()
             with stop.nothing_to_save():
                 return _finish(config, state, open_data(config.last_stage), open_data.baselines(), tools)
+
+
+def _watchdog(run: pathlib.Path, clock: Clock, progress: Progress, limit: float) -> Watchdog:
+    here = dict(process=jax.process_index(), processes=jax.process_count())
+    return Watchdog(run, clock, lambda: progress.step, limit=limit, **here)
 
 
 @contextlib.contextmanager
@@ -267,9 +294,15 @@ def main(argv: list[str]) -> None:
     runtime.start()
     args = flags.FLAGS
     try:
-        distributed.join_processes(args.coordinator, args.processes, args.process, hosts=args.hosts)
         config = config_io.override(presets.load(args.config), args["set"].value)
         run = pathlib.Path(args.run or f"runs/{pathlib.Path(args.config).stem}")
+        numbers = dict(coordinator=args.coordinator, processes=args.processes, process=args.process)
+        preflight.start(config, run, hosts=args.hosts, timeout=args.start_timeout, **numbers)
+        if args.expect or args.preflight_only or jax.distributed.is_initialized():
+            found = preflight_devices.check(args.expect, timeout=args.start_timeout)
+        if args.preflight_only:
+            print(f"preflight: {found}; nothing is wrong")
+            return
         mesh, layout = placement.layout_of_flag(args.layout, config)
         options = Options(
             mesh=mesh,
@@ -279,14 +312,31 @@ def main(argv: list[str]) -> None:
             profile=trace.parse(args.profile, config.steps),
             dump_hlo=args.dump_hlo,
             workers=args.workers,
+            hang_after=args.hang_after,
         )
         summary = train(config, run, options)
-    except tuple(CODES) as error:
-        code = next(code for kind, code in CODES.items() if isinstance(error, kind))
-        print(f"k3jax.train: {error}", file=sys.stderr)
-        raise SystemExit(int(error.exit if isinstance(error, Stopped) else code)) from error
+    except Exception as error:
+        _leave(error)
     if jax.process_index() == 0:
         _say(run, summary)
+
+
+def _leave(error: Exception) -> NoReturn:
+    """Ends the process with what the error means. One of several, unless all stop together, ends at once: at its usual
+    exit JAX would wait for the others, which may wait for this one."""
+    code = next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
+    if code is not None:
+        print(f"k3jax.train: {error}", file=sys.stderr)
+    if isinstance(error, Stopped):
+        raise SystemExit(int(error.exit)) from error
+    if not jax.distributed.is_initialized():
+        raise error if code is None else SystemExit(int(code))
+    if code is None:
+        traceback.print_exception(error)
+    sys.stdout.flush(), sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(LINGER)
+    os._exit(1 if code is None else code)
 
 
 # What an error means for whoever started the process: the first kind that it is an instance of counts.
@@ -332,5 +382,10 @@ if __name__ == "__main__":
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for a run of several processes")
     flags.DEFINE_integer("processes", None, "how many processes share the run; default: what the cluster says, or one")
     flags.DEFINE_integer("process", None, "the number of this process, 0 to processes - 1")
+    flags.DEFINE_float("start_timeout", distributed.TIMEOUT, "seconds in which all processes and devices must be there")
+    flags.DEFINE_string("expect", "", "CHIP:DEVICES that each process must have, such as v5p:4 or cpu:8")
+    flags.DEFINE_bool("preflight_only", False, "check the hosts, and train nothing")
+    flags.DEFINE_alias("preflight-only", "preflight_only")
+    flags.DEFINE_float("hang_after", 3600.0, "seconds after which a step counts as hung and ends the process; 0: never")
     flags.DEFINE_list("hosts", [], "host names by process, for messages; default: what the cluster says")
     app.run(main)

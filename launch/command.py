@@ -4,14 +4,9 @@ import shlex
 from dataclasses import dataclass
 
 from k3jax.config import ConfigError
-from k3jax.exits import Exit
-from launch.spec import RunSpec, Study
+from launch.spec import Preflight, RunSpec, Study
 
 PORT = 8476
-# Starting the same command again gives the same answer until somebody has mended something.
-FINAL = (
-    Exit.CONFIGURATION, Exit.NON_FINITE, Exit.SPIKE, Exit.DATA, Exit.STORAGE, Exit.CHECKPOINT, Exit.BUSY,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,10 @@ def command(spec: RunSpec, *, runs: str, data: str) -> list[str]:
         rung = ["--rung", spec.job.rung] if spec.job.rung else []
         return ["python", "-m", "experiments.run", spec.job.name, *rung, "--runs", f"{runs}/{spec.name}"]
     given = ["--set", f"data=TokenRecords(path={data!r})"] if data else []
+    only = ["--preflight_only"] if isinstance(spec.job, Preflight) else []
     return [
-        "python", "-m", "k3jax.train", "--config", spec.job.config, "--run", f"{runs}/{spec.name}",
+        "python", "-m", "k3jax.train", "--config", spec.job.config, "--run", f"{runs}/{spec.name}", *only,
+        "--expect", f"{spec.machines.kind}:{spec.devices_per_host}", "--hang_after", str(spec.hang_after),
         "--layout", spec.layout, *given,
     ]  # fmt: skip
 

@@ -1,14 +1,17 @@
 """Writes what an engine takes for a run, and says the command that submits it.
 
 python -m launch.render run.json --to slurm
+python -m launch.render run.json --to local --run
 """
 
+import os
 import pathlib
 import sys
+from typing import NoReturn
 
 from absl import app, flags
 
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, require
 from k3jax.exits import Exit
 from launch import spec as specs
 from launch.command import Rendered
@@ -44,24 +47,46 @@ def summary(spec: RunSpec, rendered: Rendered, path: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
+def make(spec: RunSpec, engine: str, path: str | pathlib.Path) -> pathlib.Path:
+    """Writes what an engine takes, and says what to do with it.
+
+    Args:
+      path: the file, or a folder for one that is named after run and engine, which keeps those of two engines apart.
+
+    Raises:
+      ConfigError: the engine cannot give what the spec asks for, or the file cannot be written.
+    """
+    rendered, path = ENGINES[engine](spec), pathlib.Path(path)
+    path = path / f"{spec.name}.{engine}{rendered.suffix}" if path.is_dir() else path
+    write(rendered, path)
+    print(summary(spec, rendered, path), flush=True)
+    return path
+
+
+def run_here(script: pathlib.Path) -> NoReturn:
+    """Goes on as the script of a local run."""
+    os.execvp("bash", ["bash", str(script)])
+
+
 def main(argv: list[str]) -> None:
     given = flags.FLAGS
     try:
         if len(argv) != 2:
             raise app.UsageError(f"one spec is needed, got {len(argv) - 1}")
-        spec = specs.load(argv[1])
-        rendered = ENGINES[given.to](spec)
-        # The name of the engine keeps the files of two scripts apart.
-        path = pathlib.Path(given.out or pathlib.Path(argv[1]).parent / f"{spec.name}.{given.to}{rendered.suffix}")
-        write(rendered, path)
+        require(
+            not given.run or given.to == "local", f"--run with --to {given.to}: only local runs are started from here"
+        )
+        path = make(specs.load(argv[1]), given.to, given.out or pathlib.Path(argv[1]).parent)
     except ConfigError as error:
         print(f"launch.render: {error}", file=sys.stderr)
         raise SystemExit(int(Exit.CONFIGURATION)) from None
-    print(summary(spec, rendered, path))
+    if given.run:
+        run_here(path)
 
 
 if __name__ == "__main__":
     flags.DEFINE_enum("to", None, list(ENGINES), "the engine")
+    flags.DEFINE_bool("run", False, "also start it, with --to local")
     flags.DEFINE_string("out", "", "the file to write; default: NAME.ENGINE.* beside the spec")
     flags.mark_flag_as_required("to")
     app.run(main)

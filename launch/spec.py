@@ -31,6 +31,13 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Preflight:
+    """The checks before a training run, and no training: of the same configuration, on the same hosts."""
+
+    config: str
+
+
+@dataclass(frozen=True)
 class Study:
     """The runs of a study, one after the other. name: a folder of ``experiments/``; rung: one of its sizes, or all."""
 
@@ -90,6 +97,7 @@ class RunSpec:
       env, labels: NAME=value.
       retries: starts after a failure that another start may mend.
       grace_seconds: between the notice of a stop and its execution, to save in.
+      hang_after: seconds after which a step, a wait for data or a save counts as hung and is started again; 0 is never.
       spot: machines that may be taken back.
       slurm, kubernetes, skypilot: what only one of them asks for.
 
@@ -98,7 +106,7 @@ class RunSpec:
     """
 
     name: str
-    job: Train | Study
+    job: Train | Preflight | Study
     topology: str
     hosts: int
     devices_per_host: int
@@ -112,6 +120,7 @@ class RunSpec:
     labels: tuple[str, ...] = ()
     retries: int = 10
     grace_seconds: int = 120
+    hang_after: int = 1800
     spot: bool = False
     slurm: Slurm = Slurm()
     kubernetes: Kubernetes = Kubernetes()
@@ -124,7 +133,9 @@ class RunSpec:
             "with a letter first",
         )
         require_positive(self, "hosts", "devices_per_host", "slices", "grace_seconds")
-        require(self.retries >= 0, f"RunSpec.retries = {self.retries}, but it must not be negative")
+        for field in ("retries", "hang_after"):
+            number = getattr(self, field)
+            require(number >= 0, f"RunSpec.{field} = {number}, but it must not be negative")
         self._check_devices()
         self._check_job()
         require(self.runs != "", "RunSpec.runs is empty, but a run needs a folder that outlives its machines")
@@ -164,7 +175,7 @@ class RunSpec:
         )
 
     def _check_job(self) -> None:
-        if isinstance(self.job, Train):
+        if isinstance(self.job, Train | Preflight):
             mesh = AbstractMesh(tuple(layouts.load(self.layout).sizes.values()), sharding.MESH_AXES)
             placement.check_batch(presets.load(self.job.config), mesh)
         else:

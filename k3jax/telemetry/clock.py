@@ -115,6 +115,11 @@ class Clock:
         totals["other"] += self._step["device"] + self._step["host"]
         return totals
 
+    def doing(self) -> tuple[str, float]:
+        """What time is booked as now, and for how many seconds. Another thread may ask: it never sees a new name with
+        an old time."""
+        return self._class, time.monotonic() - self._since
+
     def resume(self, path: str | os.PathLike, step: int) -> None:
         """Takes over the account of the processes before, from the run's metrics file, when training goes on after
         ``step``. What they spent on later steps is lost, and so is the time since their last line, unless that says
@@ -151,7 +156,7 @@ class Clock:
             self._step[before] += spent
         if before in self._totals:
             self._totals[before] += spent
-        self._class, self._since = name, now
+        self._since, self._class = now, name  # in this order, for doing()
         return before
 
 

@@ -4,8 +4,9 @@ import shlex
 from typing import Any
 
 from k3jax.config import ConfigError, require
+from k3jax.exits import FINAL
 from launch import storage
-from launch.command import FINAL, PORT, Rendered, command, environment, labels, require_image
+from launch.command import PORT, Rendered, command, environment, labels, require_image
 from launch.machines import Gpu, Tpu, tpu_or_gpu
 from launch.manifest import dump
 from launch.spec import RunSpec

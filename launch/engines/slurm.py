@@ -3,9 +3,9 @@
 import shlex
 
 from k3jax.config import ConfigError, require
-from k3jax.exits import Exit
+from k3jax.exits import FINAL, Exit
 from launch import storage
-from launch.command import FINAL, Rendered, command, exports, require_environment
+from launch.command import Rendered, command, exports, require_environment
 from launch.spec import RunSpec
 
 # Slurm sends TERM to the tasks, which save and leave with 75. `trap :` keeps this shell alive to see it. srun must not

@@ -10,7 +10,7 @@ from launch.machines import Gpu, Tpu, tpu_or_gpu
 from launch.spec import RunSpec
 
 # Besides those, xpk starts anew after 42 and 127 to 255. 1 is an error that has no code of its own.
-AGAIN = (1, Exit.PEERS, Exit.PREEMPTED)
+AGAIN = (1, Exit.PEERS, Exit.HUNG, Exit.PREEMPTED)
 # xpk gives GPU hosts the coordinator's name and port apart.
 NUMBERS = (
     "export JAX_COORDINATOR_ADDRESS=$JAX_COORDINATOR_ADDRESS:$JAX_COORDINATOR_PORT JAX_NUM_PROCESSES=$NNODES "

@@ -8,20 +8,18 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import subprocess
-import time
 
 import jsonschema
 import pytest
 import yaml
 
 from k3jax.config import ConfigError
-from k3jax.exits import Exit
+from k3jax.exits import FINAL, Exit
 from launch import spec as specs
-from launch.command import FINAL, command
+from launch.command import command
 from launch.render import ENGINES, summary
-from launch.spec import Kubernetes, RunSpec, Study, Train
+from launch.spec import Kubernetes, RunSpec, Study
 
 FOLDER = pathlib.Path(__file__).parent
 PAIRS = [
@@ -116,7 +114,8 @@ REFUSED = {
     "spot": ("slurm", "linear-h200", {"spot": True}, r"a preemptible partition"),
     "a bucket": ("slurm", "linear-h200", {"data": "gs://a"}, r"slurm cannot mount 'gs://a'"),
     "a relative path": ("slurm", "linear-h200", {"runs": "runs"}, r"'runs' must be an absolute path"),
-    "hosts here": ("local", "linear-h200", {}, r"but h200:6x8 has 6 hosts; cpu:6x8 would simulate them"),
+    "hosts here": ("local", "three-slices", {}, r"but v5e:4x4 has 12 hosts; cpu:12x4 would simulate them"),
+    "an image here": ("local", "linear-h200", {}, r"local starts no container, but RunSpec.image = 'registry"),
     "a path": ("gke", "k3-v5p", {"runs": "/runs"}, r"'/runs' would be lost with its machine; give gs://"),
     "another cloud": ("gke", "k3-v5p", {"data": "s3://a"}, r"gke cannot mount 's3://a'"),
     "a claim": ("skypilot", "ladder-v6e", {"runs": "pvc://a"}, r"skypilot cannot mount 'pvc://a'"),
@@ -186,55 +185,6 @@ def test_slurm_goes_back_into_the_queue(code, restarts, requeued, tmp_path):
     assert ("requeue 7" in (tmp_path / "calls").read_text()) == requeued, done.stderr
     assert requeued or done.returncode == code
     assert "node3:20007 0/2 -m k3jax.train" in done.stdout and "node3:20007 1/2 -m k3jax.train" in done.stdout
-
-
-LOCAL = """\
-if [[ $1 == -c ]]; then echo 1234; exit; fi
-trap 'echo told to stop; exit 75' TERM
-echo "process ${@: -1} of $*"
-touch "ready${@: -1}"
-until [[ -e ready0 && -e ready1 ]]; do sleep 0.02; done
-[[ ${@: -1} != 1 || $FAILS == none ]] || exit $FAILS
-for _ in {1..400}; do sleep 0.05; [[ $FAILS != 0 ]] || exit 0; done
-exit 99
-"""
-
-
-def start(folder: pathlib.Path, fails: str) -> subprocess.Popen:
-    """The script with two false processes, of which the second leaves with a code."""
-    tool(folder, "python", LOCAL)
-    (folder / "script").write_text(ENGINES["local"](load("nano-here", setup=(), runs=str(folder))).text)
-    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "FAILS": fails}
-    return subprocess.Popen(["bash", folder / "script"], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("fails", ["0", "9"])
-def test_the_first_failure_stops_the_rest(fails, tmp_path):
-    """A process that fails takes the others with it, and its exit code counts; each has a log of its own."""
-    script = start(tmp_path, fails)
-    output, _ = script.communicate(timeout=60)
-    logs = [(tmp_path / "nano-here" / "logs" / f"{number}.log").read_text() for number in (0, 1)]
-    assert script.returncode == int(fails)
-    assert all("--coordinator localhost:1234 --processes 2 --process" in log for log in logs)
-    assert "[0] process 0 of" in output and "[1] process 1 of" in output
-    assert ("told to stop" in logs[0]) == (fails == "9")
-
-
-def test_a_signal_is_passed_on(tmp_path):
-    """Both processes save and leave, and the script says that they were asked to."""
-    script = start(tmp_path, "none")
-    while not all((tmp_path / f"ready{number}").exists() for number in (0, 1)):
-        time.sleep(0.02)
-    script.terminate()
-    output, _ = script.communicate(timeout=60)
-    assert script.returncode == Exit.PREEMPTED and output.count("told to stop") == 2
-
-
-def test_one_process_needs_no_coordinator():
-    spec = RunSpec("one", Train("nano"), "cpu:1x8", 1, 8, "nano_8", "my runs")
-    last = ENGINES["local"](spec).text.splitlines()[-1]
-    assert shlex.split(last)[:3] == ["exec", "python", "-m"] and "--processes" not in last
-    assert "my runs/one" in shlex.split(last)
 
 
 @pytest.mark.parametrize("page", sorted(FOLDER.parent.parent.glob("docs/launch_*.md")), ids=lambda page: page.stem)

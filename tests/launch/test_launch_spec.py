@@ -58,7 +58,10 @@ def test_what_does_not_fit_is_refused(change, message):
     [
         ({"host": 2}, r"no field 'host'; did you mean 'hosts'\? \(fields: name, job"),
         ({"hosts": "2"}, r"hosts = '2', but it must be an integer"),
-        ({"job": {"config": "nano"}}, r'job: the class must be named under "type"; it must be Train or Study'),
+        (
+            {"job": {"config": "nano"}},
+            r'job: the class must be named under "type"; it must be Train or Preflight or Study',
+        ),
         ({"slurm": {"queue": "gpu"}}, r"slurm.queue: Slurm has no field 'queue' \(fields: partition"),
         ({"runs": None}, r"runs = None, but it must be a string"),
     ],
