@@ -28,6 +28,29 @@ def grouped_matmul(x_ML: Array, w_ELF: Array, sizes_E: Array) -> Array:
     return jax.lax.platform_dependent(x_ML, w_ELF, sizes_E, cuda=_KERNELS[GPU_KERNEL], default=_xla)
 
 
+@jax.custom_vjp
+def grouped_matmul_transposed(x_MF: Array, w_ELF: Array, sizes_E: Array) -> Array:
+    """``x @ w[e].T``, [M, L], otherwise as :func:`grouped_matmul`, of which it is the transpose.
+
+    So is its gradient: that of the weights comes out as [E, L, F] and not turned around, and where the second axis of
+    weights is spread over devices, adding it up is a reduce-scatter along an axis that is not the last in memory.
+    """
+    return grouped_matmul(x_MF, w_ELF.swapaxes(1, 2), sizes_E)
+
+
+def _transposed_forward(x, w, sizes):
+    return grouped_matmul_transposed(x, w, sizes), (x, w, sizes)
+
+
+def _transposed_backward(kept, dy):
+    x, w, sizes = kept
+    dx, pull = jax.vjp(lambda w: grouped_matmul(dy, w, sizes), w)
+    return dx, *pull(x), None
+
+
+grouped_matmul_transposed.defvjp(_transposed_forward, _transposed_backward)
+
+
 def _xla(x, w, sizes):
     with jax.named_scope("grouped_matmul_xla"):
         return jax.lax.ragged_dot(x, w, sizes)
@@ -60,7 +83,7 @@ def _ragged_ffn(rows, sizes, scale, gate, up, down, *, activation):
     inside = jnp.arange(len(rows))[:, None] < sizes.sum()
     g, u = (jnp.where(inside, grouped_matmul(rows, w, sizes), 0) for w in (gate, up))
     hidden = (gated(activation, g, u).astype(jnp.float32) * scale[:, None]).astype(rows.dtype)
-    return grouped_matmul(hidden, down.swapaxes(1, 2), sizes)
+    return grouped_matmul_transposed(hidden, down, sizes)
 
 
 def _blocked_ffn(rows, sizes, scale, gate, up, down, *, activation):
@@ -75,7 +98,7 @@ def ragged(z_NL, experts_NA, gate, up, down, *, activation):
     sizes = jnp.bincount(experts_NA.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     rows = z_NL[order // A]
     g, u = grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes)
-    y = grouped_matmul(gated(activation, g, u), down.swapaxes(1, 2), sizes)
+    y = grouped_matmul_transposed(gated(activation, g, u), down, sizes)
     return y[jnp.argsort(order)].reshape(N, A, -1)
 
 
