@@ -37,15 +37,45 @@ def merge(report: LayerReport) -> LayerReport:
     return LayerReport(seen, max_logit, None, gauges, depth)
 
 
-def added_up(report: LayerReport) -> LayerReport:
-    """The report with the balancer's sums over all devices with tokens, on a mesh one all-reduce for all layers, and
-    the largest logits of all heads."""
-    seen, report = report.balance, report._replace(max_logit=sharding.lie(report.max_logit, sharding.EVERYWHERE))
-    if seen is None:
-        return report
-    required = None if seen.required is None else sharding.lie(seen.required, sharding.EVERYWHERE)
-    parts = seen._replace(required=None, aux_loss=None)
-    return report._replace(balance=sharding.added_up(parts, 2)._replace(required=required, aux_loss=seen.aux_loss))
+def added_up(reports: Reports) -> Reports:
+    """The reports of all layers with what their parts on all devices with tokens add up to.
+
+    On a mesh one all-reduce of integers, the balancer's counts of all layers; one of floats, which only metrics read;
+    and one of extremes.
+    """
+    flat, structure = jax.tree.flatten(reports, is_leaf=lambda node: isinstance(node, LayerReport))
+    counts = sharding.added_up([_counts(report) for report in flat], 2)
+    sums = sharding.added_up([_sums(report) for report in flat], 2)
+    extremes = sharding.greatest([_extremes(report) for report in flat], 2)
+    return jax.tree.unflatten(structure, map(_completed, flat, counts, sums, extremes))
+
+
+def _counts(report: LayerReport) -> tuple | None:
+    """Integers: what the balancer decides by."""
+    return None if report.balance is None else (report.balance.load, report.balance.tokens, report.balance.histogram)
+
+
+def _sums(report: LayerReport) -> tuple:
+    margin = None if report.balance is None else report.balance.margin
+    return margin, None if report.gauges is None else report.gauges._replace(low=None, high=None), report.depth
+
+
+def _extremes(report: LayerReport) -> tuple | None:
+    return None if report.gauges is None else (-report.gauges.low, report.gauges.high)
+
+
+def _completed(report: LayerReport, counts, sums, extremes) -> LayerReport:
+    margin, gauges, depth = sums
+    seen = report.balance
+    if seen is not None:
+        load, tokens, histogram = counts
+        required = None if seen.required is None else sharding.lie(seen.required, sharding.EVERYWHERE)
+        seen = balancing.Observation(load, tokens, histogram, required, seen.aux_loss, margin)
+    if gauges is not None:
+        low, high = extremes
+        gauges = gauges._replace(low=-low, high=high)
+    max_logit = None if report.max_logit is None else sharding.lie(report.max_logit, sharding.EVERYWHERE)
+    return LayerReport(seen, max_logit, report.hidden, gauges, depth)
 
 
 def layer_metrics(reports: Reports, *, router_before: Tree, router_after: Tree) -> dict[str, Array]:

@@ -10,6 +10,7 @@ mesh axes are always present, at size 1 where they are not used, so that no rule
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -309,15 +310,37 @@ def part(x: Any, axes: Sequence[str] | str, dim: int) -> Any:
 
 
 def partial[X](x: X) -> X:
-    """In an island: a device's part of a sum over tokens, with a leading axis to tell the parts apart.
+    """In an island: a device's part of a sum (or an extreme) over tokens, with a leading axis to tell the parts apart.
 
-    Such sums leave the island as they are (:data:`PARTIAL`), pass through the loop over layers, and are added up once
-    for all layers (:func:`added_up`).
+    Such parts leave the island as they are (:data:`PARTIAL`), pass through the loop over layers, and are added up once
+    for all layers (:func:`added_up`, :func:`greatest`).
     """
     inside = any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
     return jax.tree.map(lambda leaf: leaf[None], x) if inside else x
 
 
 def added_up[X](x: X, dim: int) -> X:
-    """The sums whose parts :func:`partial` has set side by side along ``dim``: one all-reduce over TOKEN_AXES."""
-    return jax.tree.map(lambda leaf: leaf.sum(axis=dim, dtype=leaf.dtype), x) if active() else x
+    """The sums whose parts :func:`partial` has set side by side along ``dim``: for all arrays of the tree, which have
+    one dtype, a single all-reduce over TOKEN_AXES."""
+    return _united(total, x, dim)
+
+
+def greatest[X](x: X, dim: int) -> X:
+    """The same for maxima."""
+    return _united(largest, x, dim)
+
+
+def _united(reduce, x, dim):
+    leaves, structure = jax.tree.flatten(x)
+    if not (active() and leaves):
+        return x
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) > 1:
+        raise ValueError(f"arrays of dtypes {sorted(map(str, dtypes))} cannot share an all-reduce")
+
+    def local(*parts):
+        whole = reduce(jnp.concatenate([part.reshape(-1) for part in parts]), TOKEN_AXES)
+        pieces = jnp.split(whole, list(itertools.accumulate(part.size for part in parts))[:-1])
+        return [piece.reshape(part.shape[:dim] + part.shape[dim + 1 :]) for piece, part in zip(pieces, parts)]
+
+    return jax.tree.unflatten(structure, island(local, EVERYWHERE)(*leaves))

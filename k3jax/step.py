@@ -130,12 +130,9 @@ def _gradients(config: TrainConfig, state: TrainState, batch: Batch, on: Layout)
         (objective, (stats, reports)), grads = grad_fn(state.weights.params, state.weights.router, batch=batch)
         return grads, objective, stats, reports
 
-    def summed(reports):
-        return [[observe.added_up(report) for report in segment] for segment in reports]
-
     if config.micro_batches == 1:
         *terms, reports = one(batch)
-        return *terms, summed(reports)
+        return *terms, observe.added_up(reports)
     split = _micro_batches(batch, config.micro_batches)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
     zeros = sharding.zeros(shapes[:3])
@@ -145,7 +142,7 @@ def _gradients(config: TrainConfig, state: TrainState, batch: Batch, on: Layout)
         return jax.tree.map(jnp.add, sums, tuple(terms)), reports
 
     sums, reports = jax.lax.scan(accumulate, zeros, split)
-    return *sums, summed([[observe.merge(report) for report in segment] for segment in reports])
+    return *sums, observe.added_up([[observe.merge(report) for report in segment] for segment in reports])
 
 
 def _micro_batches(batch: Batch, count: int) -> Batch:
@@ -172,8 +169,7 @@ def train_step(
     loss = stats.nats / jnp.maximum(stats.weight, 1)
     finite = jnp.isfinite(objective) & jnp.isfinite(grad_norm)
     verdict, guards = guard.judge(state.guard, loss, finite, spikes=config.spikes, max_skipped=config.max_skipped)
-    apply, skip = (partial(fn, config, on) for fn in (_apply, _skip))
-    kept, rms = jax.lax.cond(verdict.apply, apply, skip, state, grads, reports)
+    kept, rms = _unless_refused(verdict.apply, state, *_apply(config, on, state, grads, reports))
     metrics = StepMetrics(
         loss=loss,
         weight=stats.weight,
@@ -209,10 +205,12 @@ def _apply(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, repo
     return (Weights(params, router), opt_state, window), rms
 
 
-def _skip(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, reports):
-    """The old ones."""
-    rms = jax.eval_shape(partial(_apply, config, on), state, grads, reports)[1]
-    return (state.weights, state.opt_state, state.window), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rms)
+def _unless_refused(apply: Array, state: TrainState, new, rms):
+    """What :func:`_apply` gives, or the old ones. Elementwise, so that new arrays take the place of the old: the
+    branches of a conditional would need both at once."""
+    old = state.weights, state.opt_state, state.window
+    kept = jax.tree.map(lambda new, old: jnp.where(apply, new, old), new, old)
+    return kept, jax.tree.map(lambda x: jnp.where(apply, x, 0), rms)
 
 
 def eval_step(config: TrainConfig, weights_: Weights, batch: Batch, on: Layout = ALONE) -> LossStats:

@@ -72,17 +72,24 @@ class DepthMix(nnx.Module):
         self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("width",), init=nn.ZEROS)
 
     def __call__(self, model: c.ModelConfig, stream: Stream) -> Array:
-        """[B, T, D]: what the sub-layer at this site reads."""
+        """[B, T, D]: what the sub-layer at this site reads. On a mesh an island, for a kernel takes local arrays."""
         with jax.named_scope("depth_mix"):
-            return mix(model.eps, stream, self.norm[...] * self.query[...])
+            local = partial(mix, model.eps)
+            return sharding.island(local, sharding.TOKENS)(stream, self.norm[...] * self.query[...])
 
     def weights(self, model: c.ModelConfig, stream: Stream, valid_BT: Array) -> Array:
         """[S + 1] float32: the weight of every source, summed over tokens outside of padding, the running sum last.
-        Without a gradient. The sum over sources is the number of tokens.
+        Without a gradient. The sum over sources is the number of tokens. On a mesh it comes in parts
+        (:func:`k3jax.sharding.partial`).
         """
+
+        def local(stream, u_D, valid_BT):
+            scores_SBT, _ = _scores(model.eps, stream, u_D)
+            return sharding.partial(jnp.where(valid_BT, jax.nn.softmax(scores_SBT, axis=0), 0).sum(axis=(1, 2)))
+
         with jax.named_scope("depth_weights"):
-            scores_SBT, _ = _scores(model.eps, *jax.lax.stop_gradient((stream, self.norm[...] * self.query[...])))
-            return jnp.where(valid_BT, jax.nn.softmax(scores_SBT, axis=0), 0).sum(axis=(1, 2))
+            seen = jax.lax.stop_gradient((stream, self.norm[...] * self.query[...]))
+            return sharding.island(local, sharding.PARTIAL)(*seen, valid_BT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,9 +173,7 @@ def _gradients_plain(eps, running_BTD, sources_SBTD, count, u_D, dh_BTD):
     def of(v, weight, along_u, along_v):
         v32 = v.astype(jnp.float32)
         dv = weight[..., None] * dh + along_u[..., None] * u_D - along_v[..., None] * v32
-        du = jnp.einsum(
-            "...,...d->d", along_u, v32, precision=jax.lax.Precision.HIGHEST, out_sharding=sharding.out_sharding()
-        )
+        du = jnp.einsum("...,...d->d", along_u, v32, precision=jax.lax.Precision.HIGHEST)
         return dv.astype(v.dtype), du
 
     dsources, du = of(stream.sources, weights[:-1], along_u[:-1], along_v[:-1])

@@ -25,7 +25,7 @@ class LayerReport(NamedTuple):
     balance: the balancer's observation (MoE layers, in training). max_logit: [H] (MLA layers). hidden: [B, T, D], the
     stream's running value after the layer, when asked for. gauges: of a KDA layer's recurrence (in training).
     depth: [2, S + 1], the weights of depth sources summed over tokens at the mixer's and the feed-forward part's site
-    (in training).
+    (in training). On a mesh the sums over tokens are in parts, side by side along a leading axis.
     """
 
     balance: balancing.Observation | None
@@ -80,7 +80,7 @@ class Layer(nnx.Module):
         depth += [self.ffn_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         stream, seen = self._feed_forward(model, stream, inputs.valid, observe, on)
         hidden = stream.running if capture else None
-        return stream, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth) if depth else None)
+        return stream, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth, axis=-2) if depth else None)
 
     def extend(self, model, stream, closes, cache: Cache, new: Continuation):
         """The stream and the cache after T more tokens of each row."""

@@ -167,14 +167,14 @@ class KDALayer(nnx.Module):
 
     def observed(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> tuple[Array, Gauges]:
         """The same with the layer's gauges, in which every eighth token speaks for all: decays cost an exponential
-        per token and channel."""
+        per token and channel. On a mesh they come in parts (:func:`k3jax.sharding.partial`)."""
 
         def local(layer, x, segment_ids):
             y, state, _, raw_gate = layer._attend(model, x, segment_ids, cache=None)
             with jax.named_scope("kda_gauges"):
                 return y, layer._gauges(model, raw_gate, state, segment_ids)
 
-        out = sharding.TOKENS, sharding.EVERYWHERE
+        out = sharding.TOKENS, sharding.PARTIAL
         return nn.on_shards(local, self, x_BTD, segment_ids, dtype=x_BTD.dtype, out=out)
 
     def _gauges(self, model, raw_gate_BTHK, state_BHKV, segment_ids):
@@ -188,10 +188,7 @@ class KDALayer(nnx.Module):
         gate = jax.lax.stop_gradient(raw_gate_BTHK[:, jnp.minimum(sampled, T - 1)]).astype(jnp.float32)
         g = log_decay(gate, self.A_log[...], self.dt_bias[...], _lower_bound(model))
         filled = valid.any(axis=1) & (shard == shards - 1)
-        seen = gauges(g, inside, jnp.where(filled[:, None, None, None], state_BHKV, 0), filled)
-        axes = (*sharding.BATCH_AXES, *sharding.TIME_AXES)
-        low, high = sharding.smallest(seen.low, axes), sharding.largest(seen.high, axes)
-        return sharding.total(seen._replace(low=None, high=None), axes)._replace(low=low, high=high)
+        return sharding.partial(gauges(g, inside, jnp.where(filled[:, None, None, None], state_BHKV, 0), filled))
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: KDACache, lengths_B: Array) -> tuple[Array, KDACache]:
         """The same for tokens that continue ``cache``; row b has ``lengths_B[b]`` real tokens, the rest is padding."""

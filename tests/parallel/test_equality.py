@@ -19,6 +19,7 @@ from k3jax.config_optim import Cosine, Optimizer, QKClip
 from k3jax.data import Batch
 from k3jax.model import balancing
 from k3jax.parallel import context
+from k3jax.plan import hlo
 from k3jax.roles import path_name
 from k3jax.run_config import TrainConfig
 from pallas_kernels.kda import api
@@ -199,9 +200,23 @@ def test_a_layout_changes_no_step(batch, alone, text):
 
 def loss_and_load(config, on, state, batch):
     objective, (_, reports) = step.loss_fn(*state.weights, config, batch, jnp.float32(64), on=on)
-    reports = [[observe.added_up(report) for report in segment] for segment in reports]
+    reports = observe.added_up(reports)
     after, _ = step._update_router(config.model, state, reports)
     return objective, [report.balance.load for segment in reports for report in segment], after
+
+
+def test_all_layers_balance_by_one_integer_all_reduce():
+    """Over all axes, each of which holds tokens of its own."""
+    config, layout = CONFIGS["both"], layouts.load("data=2,expert=2,tensor=2")
+    mesh = placement.make_mesh(layout.sizes)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(partial(loss_and_load, config, layout)).lower(*placement.abstract(config, mesh, layout))
+    program = hlo.Program.parse(lowered.compile().as_text())
+    counts = [(one, times) for one, _, times in program.executed() if one.opcode.startswith("all-reduce")]
+    ((one, times),) = [(one, times) for one, times in counts if one.shapes[0][0] == "s32"]
+    moe = config.model.moe
+    assert times == 1 and one.bytes == 4 * config.model.layers * (moe.experts * (1 + moe.balancer.bins) + 1)
+    assert hlo.replica_groups(one.attributes, 8).shape == (1, 8)
 
 
 def without_M(*args, _real=context.segment_summary, **kwargs):
