@@ -151,8 +151,10 @@ def _forward(chunk, z_loss, spread, hidden_BTD, head_DW, targets_BT, weights_BT)
     pieces = _split(chunk, hidden_BTD, targets_BT, weights_BT)
     (sums, d_head_DW), (d_hidden, token_loss) = jax.lax.scan(step, carry, pieces)
     length, d_head_DW = targets_BT.shape[1], sharding.scatter(d_head_DW, spread, dim=0)
-    saved = (_join(d_hidden, length), d_head_DW.astype(head_DW.dtype), _join(token_loss, length))
-    return sums, saved
+    # Nothing wants the head's gradient before the optimizer does, but until it is scattered all of it is kept: so it is
+    # scattered before the layers' backward pass begins.
+    d_hidden, d_head_DW = jax.lax.optimization_barrier((_join(d_hidden, length), d_head_DW.astype(head_DW.dtype)))
+    return sums, (d_hidden, d_head_DW, _join(token_loss, length))
 
 
 def _backward(chunk, z_loss, spread, saved, cotangent):
