@@ -29,6 +29,8 @@ _CONSTANT = re.compile(r"^\s+.*= s32\[\]\S* constant\((\d+)\)", re.MULTILINE)
 _EXPLICIT = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[[\d,]*\]\))? \{([^}]*)\}")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -66,6 +68,7 @@ class Program:
 
     computations: dict[str, list[Instruction]]
     entry: str
+    _by_name: dict[str, dict[str, Instruction]] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> "Program":
@@ -97,6 +100,30 @@ class Program:
             yield instruction, name, times
             for callee in self.callees(instruction):
                 yield from self._executed(callee, times * self.trips(instruction))
+
+    def operands(self, where: str, instruction: Instruction) -> list[Instruction]:
+        """What an instruction of the computation ``where`` takes."""
+        if where not in self._by_name:
+            self._by_name[where] = {one.name: one for one in self.computations[where]}
+        found = (self._by_name[where].get(name) for name in re.findall(r"%([\w.\-<>]+)", instruction.operands))
+        return [one for one in found if one is not None]
+
+    def matmul_operations(self, where: str, instruction: Instruction) -> float:
+        """Of the matrix products in an instruction of the computation ``where``, those in a fusion included.
+
+        A product of [b, m, k] and [b, k, n] has 2 b m k n operations, which the sizes of the three arrays and b give,
+        in whichever order the compiler has put the dimensions. It writes b as a dilated window of a convolution.
+        """
+        if instruction.opcode == "fusion":
+            inside = [(name, one) for name in self.callees(instruction) for one in self.computations[name]]
+            return sum(self.matmul_operations(name, one) for name, one in inside)
+        if instruction.opcode != "convolution":
+            return 0.0
+        arrays = [math.prod(one.shapes[0][1]) for one in (instruction, *self.operands(where, instruction))]
+        window = _WINDOW.search(instruction.attributes)
+        dilated = _DILATED.search(window[1]) if window else None
+        batch = math.prod(n for n in map(int, dilated[1].split("x")) if n > 1) if dilated else 1
+        return 2 * math.sqrt(math.prod(arrays) / batch)
 
     def callees(self, instruction: Instruction) -> list[str]:
         """Computations that an instruction runs; not those that combine two numbers of a reduction."""

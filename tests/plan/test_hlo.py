@@ -77,6 +77,35 @@ def test_estimated_cycles_are_multiplied_by_the_loops_trips():
     assert cost.fused_seconds(hlo.Program.parse(PROGRAM), chip) == pytest.approx(6 * 700 / chip.clock)
 
 
+PRODUCTS = """
+%inside (a: bf16[24,64,16], b: bf16[24,32,16]) -> f32[24,64,32] {
+  %a = bf16[24,64,16]{2,1,0} parameter(0)
+  %b = bf16[24,32,16]{2,1,0} parameter(1)
+  ROOT %c = f32[24,64,32]{2,1,0} convolution(%a, %b), window={size=24 stride=23 lhs_dilate=24}, dim_labels=0bf_0oi->0bf
+}
+
+ENTRY %main (x: bf16[24,64,16], w: bf16[24,32,16], y: bf16[64,24,16], v: bf16[32,24,16]) -> f32[64,32] {
+  %x = bf16[24,64,16]{2,1,0} parameter(0)
+  %w = bf16[24,32,16]{2,1,0} parameter(1)
+  %y = bf16[64,24,16]{2,1,0} parameter(2)
+  %v = bf16[32,24,16]{2,1,0} parameter(3)
+  %f = f32[24,64,32]{2,1,0} fusion(%x, %w), kind=kOutput, calls=%inside, backend_config={"estimated_cycles":"1000000"}
+  ROOT %d = f32[64,32]{1,0} convolution(%y, %v), window={size=24}, backend_config={"estimated_cycles":"3"}
+}
+"""
+
+
+def test_products_of_matrices_count_by_their_operations_where_the_compiler_did_not_look_for_tiles():
+    program, chip = hlo.Program.parse(PRODUCTS), chips.CHIPS["v5p"]
+    operations = {one.name: program.matmul_operations("main", one) for one in program.computations["main"]}
+    # Batched over heads, in a fusion; and summed over heads.
+    assert operations["f"] == pytest.approx(2 * 24 * 64 * 32 * 16) == operations["d"]
+    estimated = cost.fused_seconds(program, chip, quick=False)
+    assert estimated == pytest.approx(1000003 / chip.clock)
+    quick = operations["f"] / chip.flops / cost.MATMULS_REACH + 3 / chip.clock
+    assert cost.fused_seconds(program, chip, quick=True) == pytest.approx(quick)
+
+
 def test_the_summary_adds_by_kind_and_axes():
     rows = hlo.summary(hlo.collectives(hlo.Program.parse(PROGRAM), MESH))
     assert rows["all-gather", ("fsdp",)] == dict(
