@@ -109,29 +109,31 @@ class MoELayer(nnx.Module):
         """[B, T, D] to [B, T, D]; with ``observe``, what the balancer needs to know of the batch, on a mesh as parts
         of sums (:func:`k3jax.sharding.partial`). ``transport``: how tokens come to experts on other devices."""
         weights = {name: value for name, value in vars(self).items() if isinstance(value, nnx.Variable)}
-        local = partial(_routed, model=model, observe=observe, transport=transport)
+        local = partial(_experts, model=model, observe=observe, transport=transport)
         out = sharding.TOKENS, balancing.observation_specs(model.moe.balancer) if observe else None
-        y, seen = nn.on_shards(local, weights, x_BTD, valid_BT, dtype=x_BTD.dtype, out=out)
-        if model.moe.shared:
-            y += self.shared(model, x_BTD)  # needs nothing of the dispatch: the compiler can run both at once
-        return y, seen
+        shared = self.shared(model, x_BTD) if model.moe.shared else None
+        return nn.on_shards(local, weights, x_BTD, valid_BT, shared, dtype=x_BTD.dtype, out=out)
 
 
-def _routed(w, x_BTD, valid_BT, *, model, observe, transport):
-    """The routed experts, and what the balancer needs. On a mesh a device has its own tokens and its own experts."""
+def _experts(w, x_BTD, valid_BT, shared_BTD, *, model, observe, transport):
+    """The routed experts and what the shared ones gave, and what the balancer needs. On a mesh a device has its own
+    tokens and its own experts."""
     spec = model.moe
     with jax.named_scope("moe_route"):
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         routing = route(x_ND, w["router"][...], w["bias"][...], spec.active, spec.scale)
     with jax.named_scope("moe_experts"):
         z = nn.einsum("nd,dl->nl", x_ND, w["latent_down"][...]) if spec.latent else x_ND
-        on_mesh = partial(experts.expert_mix, axis="expert", transport=transport)
-        mix = on_mesh if sharding.size("expert") > 1 else expert_mix
-        u = mix(mark(z, "dispatch"), routing, *(w[name][...] for name in ("gate", "up", "down")), model.activation)
+        args = mark(z, "dispatch"), routing, *(w[name][...] for name in ("gate", "up", "down")), model.activation
+        if sharding.size("expert") > 1:
+            u, shared_BTD = experts.expert_mix(*args, axis="expert", transport=transport, beside=shared_BTD)
+        else:
+            u = expert_mix(*args)
         if spec.latent:
             u = nn.rms_norm(u, w["latent_norm"][...], model.eps) if spec.latent.norm else u
             u = nn.einsum("nl,dl->nd", u, w["latent_up"][...])
     y = u.reshape(x_BTD.shape)
+    y = y if shared_BTD is None else y + shared_BTD
     if not observe:
         return y, None
     with jax.named_scope("moe_balance"):

@@ -20,8 +20,11 @@ from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll, Transp
 Axis = str | tuple[str, ...]
 
 
-def expert_mix(z_NL: Array, routing, gate, up, down, activation, *, axis: Axis, transport: Transport) -> Array:
-    """``sum_a p_a E_a(z)`` for this rank's tokens: [N, L] in z's dtype, products with p and the sum in float32.
+def expert_mix(
+    z_NL: Array, routing, gate, up, down, activation, *, axis: Axis, transport: Transport, beside: Array | None = None
+) -> tuple[Array, Array | None]:
+    """``sum_a p_a E_a(z)`` for this rank's tokens: [N, L] in z's dtype, products with p and the sum in float32; and
+    ``beside``.
 
     To be called inside ``jax.shard_map(..., check_vma=False)``.
 
@@ -33,30 +36,37 @@ def expert_mix(z_NL: Array, routing, gate, up, down, activation, *, axis: Axis, 
       activation: gated activation, a configuration.
       axis: the mesh axis or axes that the experts are spread over, in the order of their sharding.
       transport: how tokens travel, see :mod:`k3jax.parallel.transport`.
+      beside: something that needs nothing of the experts, such as the shared ones. No expert begins before it is
+        there, so that a compiler has it to compute while tokens travel.
     """
     gate, up, down = (w.astype(z_NL.dtype) for w in (gate, up, down))
     weights = routing.weights.astype(jnp.float32)
     copies = routing.experts.size
     match transport:
         case AllGather(factor):
-            return _all_gather_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, factor)
+            return _all_gather_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, factor, beside)
         case RaggedAllToAll(factor):
             rows = min(math.ceil(copies * factor), copies * lax.axis_size(axis))
-            return _dispatched_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, rows, False)
+            return _dispatched_mix(
+                z_NL, routing.experts, weights, gate, up, down, activation, axis, rows, False, beside
+            )
         case Balanced():
-            return _dispatched_mix(z_NL, routing.experts, weights, gate, up, down, activation, axis, copies, True)
+            return _dispatched_mix(
+                z_NL, routing.experts, weights, gate, up, down, activation, axis, copies, True, beside
+            )
     raise TypeError(f"transport = {transport!r}, but it must be AllGather, RaggedAllToAll or Balanced")
 
 
-def _all_gather_mix(z, experts, weights, gate, up, down, activation, axis, factor):
+def _all_gather_mix(z, experts, weights, gate, up, down, activation, axis, factor, beside):
     """Ids and weights are gathered, not logits, which would be E/A times larger."""
     E, copies = gate.shape[0], experts.size
     z_all, experts_all, weights_all = (lax.all_gather(x, axis, tiled=True) for x in (z, experts, weights))
+    z_all, beside = lax.optimization_barrier((z_all, beside))
     own = experts_all - lax.axis_index(axis) * E
     own = jnp.where((own >= 0) & (own < E), own, E)
     rows = min(math.ceil(copies * factor), experts_all.size)
     y = _own_experts(activation, rows, z_all, own, weights_all, gate, up, down)
-    return lax.psum_scatter(y.astype(z.dtype), axis, scatter_dimension=0, tiled=True)
+    return lax.psum_scatter(y.astype(z.dtype), axis, scatter_dimension=0, tiled=True), beside
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -120,18 +130,18 @@ def _passes(rows, own, E):
     return -(-ends[-1] // rows), select
 
 
-def _dispatched_mix(z, experts, weights, gate, up, down, activation, axis, rows, balance):
+def _dispatched_mix(z, experts, weights, gate, up, down, activation, axis, rows, balance, beside):
     """Copies of tokens travel to the experts' ranks, or with ``balance`` to where the balanced plan wants them."""
     R, E = lax.axis_size(axis), gate.shape[0] * lax.axis_size(axis)
     table = counts(experts, E, axis)
     assignment = balanced_assignment(table.sum(axis=0), R) if balance else None
     plan = dispatch(experts, table, assignment, axis)
-    return _travelling_mix(activation, axis, rows, z, weights, (gate, up, down), plan, assignment)
+    return _travelling_mix(activation, axis, rows, z, weights, (gate, up, down), plan, assignment, beside)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignment):
-    """The mix under a plan. The gradient carries the copies again, and nothing but the arguments is kept.
+def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignment, beside):
+    """The mix under a plan, and ``beside``. The gradient carries copies again, and nothing but the arguments is kept.
 
     Forward, rows travel twice; backward three times: the inputs, the output's gradient, the inputs' gradient.
     """
@@ -143,15 +153,17 @@ def _travelling_mix(activation, axis, rows, z, weights, matrices, plan, assignme
         out = grouped_ffn(x, step.slots, s, *held, activation)
         return exchange(out[step.place], y, step.leg.back(), axis)
 
-    return _collect(_each_pass(plan, rows, axis, assignment, (copies, scale), work, jnp.zeros_like(copies)), plan)
+    y, beside = _each_pass(plan, rows, axis, assignment, (copies, scale), work, jnp.zeros_like(copies), beside)
+    return _collect(y, plan), beside
 
 
 def _travelling_mix_forward(activation, axis, rows, *args):
-    return _travelling_mix(activation, axis, rows, *args), args
+    return _travelling_mix(activation, axis, rows, *args), args[:-1]
 
 
-def _travelling_mix_backward(activation, axis, rows, kept, dy):
+def _travelling_mix_backward(activation, axis, rows, kept, cotangents):
     z, weights, matrices, plan, assignment = kept
+    dy, dbeside = cotangents
     held = _held(matrices, assignment, axis)
     copies, scale, dcopies = _spread(z, plan), weights.reshape(-1)[plan.order], _spread(dy, plan)
 
@@ -164,34 +176,38 @@ def _travelling_mix_backward(activation, axis, rows, kept, dy):
         return dz, dscale, [a + b for a, b in zip(dheld, more)]
 
     zeros = jnp.zeros_like(copies), jnp.zeros_like(scale), [jnp.zeros_like(w) for w in held]
-    dz, dscale, dheld = _each_pass(plan, rows, axis, assignment, (copies, scale, dcopies), work, zeros)
+    (dz, dscale, dheld), _ = _each_pass(plan, rows, axis, assignment, (copies, scale, dcopies), work, zeros, None)
     dmatrices = tuple(d if assignment is None else lending.settle(d, assignment, axis) for d in dheld)
-    return _collect(dz, plan), dscale[plan.position], dmatrices, None, None
+    return _collect(dz, plan), dscale[plan.position], dmatrices, None, None, dbeside
 
 
 _travelling_mix.defvjp(_travelling_mix_forward, _travelling_mix_backward)
 
 
-def _each_pass(plan, rows, axis, assignment, outgoing, work, result):
-    """``result`` after ``work(step, arrived, result)`` on what every pass brings of the arrays ``outgoing``.
+def _each_pass(plan, rows, axis, assignment, outgoing, work, result, beside):
+    """``result`` after ``work(step, arrived, result)`` on what every pass brings of the arrays ``outgoing``, and
+    ``beside``.
 
-    What the first brings travels before the loop, so that the compiler can compute other things meanwhile. Under the
-    balanced plan there is one pass, whatever the routing, and no loop.
+    What the first brings travels before the loop, and ``beside`` is waited for there. Under the balanced plan there is
+    one pass, whatever the routing, and no loop.
     """
 
     def fetch(i):
         step = one_pass(plan, i, rows)
         return step, tuple(_arrive(x, step, rows, axis) for x in outgoing)
 
+    step, arrived = fetch(0)
+    if beside is not None:
+        arrived, beside = lax.optimization_barrier((arrived, beside))
     if assignment is not None:
-        return work(*fetch(0), result)
+        return work(step, arrived, result), beside
     count = passes(plan, rows)
 
     def body(i, carry):
         fetched, result = carry
         return lax.cond(i + 1 < count, lambda: fetch(i + 1), lambda: fetched), work(*fetched, result)
 
-    return lax.fori_loop(0, count, body, (fetch(0), result))[1]
+    return lax.fori_loop(0, count, body, ((step, arrived), result))[1], beside
 
 
 def _held(matrices, assignment, axis):

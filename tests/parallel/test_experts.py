@@ -63,7 +63,7 @@ def _sharded_mix(mesh, transport):
     @partial(jax.shard_map, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False)
     def mix(z, ids, weights, *matrices):
         routing = Routing(ids, weights, None, None)
-        return experts.expert_mix(z, routing, *matrices, c.SiTU(), axis=axis, transport=transport)
+        return experts.expert_mix(z, routing, *matrices, c.SiTU(), axis=axis, transport=transport)[0]
 
     return mix
 
