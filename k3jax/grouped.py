@@ -14,18 +14,20 @@ from jax import Array
 from k3jax.model.ffn import gated
 
 ROW_BLOCK = 128
+_ROW_TILES, _WIDTH_TILES = (512, 256, 128), (1024, 1024)  # with two buffers each, 10 MB of VMEM: a v5e has 16
 GPU_KERNEL = "tokamax" if find_spec("tokamax") else "xla"
 
 
 def grouped_matmul(x_ML: Array, w_ELF: Array, sizes_E: Array) -> Array:
     """``x @ w[e]`` for consecutive groups of rows: [M, F] in x's dtype; rows beyond the last group may hold anything.
 
-    On TPU ``lax.ragged_dot``, for which the compiler has a kernel of its own. On GPU that becomes a dense product with
-    an operand E times too large, so tokamax is used where it is installed; which of its kernels, it decides by the GPU
-    that it sees while tracing (without one: none). The name of the scope says which library a program uses:
-    ``grouped_matmul_tokamax`` or ``grouped_matmul_xla``.
+    ``lax.ragged_dot`` becomes a dense product, E times too large, on every target but v4 and v5p. So on TPU bfloat16
+    goes to megablox, which comes with JAX, and on GPU to tokamax where it is installed; which of its kernels, that
+    decides by the GPU that it sees while tracing (without one: none). The name of the scope says which library a
+    program uses: ``grouped_matmul_megablox``, ``grouped_matmul_tokamax`` or ``grouped_matmul_xla``.
     """
-    return jax.lax.platform_dependent(x_ML, w_ELF, sizes_E, cuda=_KERNELS[GPU_KERNEL], default=_xla)
+    tpu = _megablox if x_ML.dtype == jnp.bfloat16 else _xla
+    return jax.lax.platform_dependent(x_ML, w_ELF, sizes_E, tpu=tpu, cuda=_KERNELS[GPU_KERNEL], default=_xla)
 
 
 @jax.custom_vjp
@@ -54,6 +56,16 @@ grouped_matmul_transposed.defvjp(_transposed_forward, _transposed_backward)
 def _xla(x, w, sizes):
     with jax.named_scope("grouped_matmul_xla"):
         return jax.lax.ragged_dot(x, w, sizes)
+
+
+def _megablox(x, w, sizes):
+    """Rows are filled up to whole tiles of at least 128, which the kernel needs."""
+    from jax.experimental.pallas.ops.tpu.megablox import gmm  # imported here: Pallas takes a second to load
+
+    rows = next((n for n in _ROW_TILES if len(x) % n == 0), _ROW_TILES[-1])
+    filled = jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
+    with jax.named_scope("grouped_matmul_megablox"):
+        return gmm(filled, w, sizes, x.dtype, (rows, *_WIDTH_TILES))[: len(x)]
 
 
 def _tokamax(x, w, sizes):

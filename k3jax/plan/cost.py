@@ -1,5 +1,6 @@
 """Seconds that a compiled program computes: the compiler's own estimates, and what is known of kernels."""
 
+import math
 import re
 
 import jax
@@ -67,11 +68,12 @@ def _kernel(one: Instruction, chip: Chip) -> float:
         B, T, H, K = next(dims for _, dims in _operands(one) if len(dims) == 4)
         forward, backward = KDA_CYCLES[chip.kind]
         return (backward if "backward" in one.name else forward) * B * T * H * (K / 128) ** 2 / chip.clock
-    if one.name.startswith("ragged-dot-none"):
+    if one.name.startswith("ragged-dot-none") or "gmm" in one.name:
+        # [rows, inner] and [rows, outer], in whichever order, and one matrix for each group.
         arrays = [dims for dtype, dims in (*_operands(one), *one.shapes) if dtype != "s32"]
-        rows = next(dims[0] for dims in arrays if len(dims) == 2)
         _, inner, outer = next(dims for dims in arrays if len(dims) == 3)
-        return 2 * rows * inner * outer / chip.flops
+        flat = [math.prod(dims) for dims in arrays if len(dims) == 2]
+        return 2 * math.sqrt(math.prod(flat) * inner * outer) / chip.flops
     return 0.0
 
 

@@ -19,7 +19,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-<>]+) \(")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-<>]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-<>]+)")
+_CALLS = re.compile(r"(?:calls|to_apply|true_computation|false_computation|called_computations)=\{?%?([\w.\-<>]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -129,7 +129,7 @@ class Program:
         """Computations that an instruction runs; not those that combine two numbers of a reduction."""
         if instruction.opcode == "while":
             return re.findall(r"body=%?([\w.\-<>]+)", instruction.attributes)
-        if instruction.opcode not in ("fusion", "call", "conditional", "async-start"):
+        if instruction.opcode not in ("fusion", "call", "conditional") and not instruction.opcode.endswith("-start"):
             return []
         branches = _BRANCHES.search(instruction.attributes)
         named = branches[1].replace("%", "").split(", ") if branches else []
@@ -244,11 +244,13 @@ def _cycles_between(program: Program) -> dict[str, int]:
     for instructions in program.computations.values():
         clock, started = 0, {}
         for one in instructions:
+            before = one.operands.split(",")[0].strip().lstrip("%")
             if one.opcode.endswith("-start"):
                 started[one.name] = clock, (program.callees(one) or [one.name])[0]
+            elif one.opcode.endswith("-update") and before in started:
+                started[one.name] = started[before]
             elif one.opcode.endswith("-done"):
-                begun = started.get(one.operands.split(",")[0].strip().lstrip("%"))
-                if begun:
+                if begun := started.get(before):
                     found[begun[1]] = clock - begun[0]
             else:
                 clock += one.cycles + sum(_cycles_of(program, name) for name in program.callees(one)) * program.trips(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import megablox
 
 from k3jax import config as c
 from k3jax import grouped
@@ -227,16 +228,36 @@ def test_bfloat16_combines_in_float32(tiny, build):
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("platform, sorted_rows", [("cpu", False), ("tpu", True), ("cuda", True)])
-def test_the_lowering_target_chooses_the_form(platform, sorted_rows, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, product", [("cpu", "dot_general"), ("tpu", "tpu_custom_call"), ("cuda", "ragged_dot")]
+)
+def test_the_lowering_target_chooses_the_form(platform, product, monkeypatch):
     """Whatever devices the program is lowered on; products and sum over experts are float32 on every target."""
     monkeypatch.setattr(grouped, "GPU_KERNEL", "xla")
     _, z, _, *matrices = _inputs(4, 6)
     routing = Routing(np.zeros((4, 2), np.int32), np.ones((4, 2), np.float32), None, None)
     traced = jax.jit(expert_mix, static_argnums=5).trace(z.astype(jnp.bfloat16), routing, *matrices, c.SiTU())
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert ("ragged_dot" in text) == sorted_rows
+    assert product in text and ("ragged_dot" in text) == (product == "ragged_dot")
     assert "HIGHEST" in text
+
+
+@pytest.mark.parametrize("rows", [512, 130], ids=["whole tiles", "padded"])
+def test_the_kernel_of_tpus_is_the_grouped_product(rows, monkeypatch):
+    """Its interpreted form, values and gradients, an empty group and rows beyond the last among them."""
+    monkeypatch.setattr(megablox, "gmm", partial(megablox.gmm, interpret=True))
+    rng, sizes = np.random.default_rng(0), jnp.array([50, 0, rows - 80])
+    x, w, dy = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((rows, 96), (3, 96, 160), (rows, 160)))
+    inside = jnp.arange(rows)[:, None] < sizes.sum()
+
+    def both(product):
+        y, pull = jax.vjp(lambda x, w: jnp.where(inside, product(x, w, sizes), 0), x, w)
+        dx, dw = pull(dy)
+        return y, jnp.where(inside, dx, 0), dw
+
+    for got, want in zip(both(grouped._megablox), both(jax.lax.ragged_dot)):
+        got, want = np.float32(got), np.float32(want)
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
 def test_one_compilation_serves_every_routing(layer):

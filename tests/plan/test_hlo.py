@@ -77,6 +77,38 @@ def test_estimated_cycles_are_multiplied_by_the_loops_trips():
     assert cost.fused_seconds(hlo.Program.parse(PROGRAM), chip) == pytest.approx(6 * 700 / chip.clock)
 
 
+OFFLOADED = """
+%sent (x: bf16[8,64]) -> bf16[16,64] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  ROOT %g = bf16[16,64]{1,0} all-gather(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+}
+
+%exchanged (y: bf16[16,64]) -> bf16[16,64] {
+  %y = bf16[16,64]{1,0} parameter(0)
+  ROOT %r = bf16[16,64]{1,0} ragged-all-to-all(%y), replica_groups={{0,2},{1,3},{4,6},{5,7}}
+}
+
+ENTRY %main (a: bf16[8,64]) -> bf16[16,64] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  %s = ((bf16[8,64]), bf16[16,64], u32[]) call-start(%a), async_execution_thread="sparsecore", to_apply=%sent
+  %w = bf16[8,64]{1,0} fusion(%a), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"500"}
+  %d = bf16[16,64]{1,0} call-done(%s)
+  %c = ((), (), (s32[8])) custom-call-start(), async_execution_thread="sparsecore", called_computations={%exchanged}
+  %u = ((bf16[16,64]), bf16[16,64], (s32[8])) custom-call-update(%c, %d)
+  %v = bf16[8,64]{1,0} fusion(%w), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"300"}
+  ROOT %e = bf16[16,64]{1,0} custom-call-done(%u)
+}
+"""
+
+
+def test_what_a_sparse_core_sends_is_asynchronous():
+    found = hlo.collectives(hlo.Program.parse(OFFLOADED), MESH)
+    assert [(one.kind, one.axes, one.asynchronous, one.between) for one in found] == [
+        ("all-gather", ("tensor",), True, 500),
+        ("ragged-all-to-all", ("expert",), True, 300),
+    ]
+
+
 PRODUCTS = """
 %inside (a: bf16[24,64,16], b: bf16[24,32,16]) -> f32[24,64,32] {
   %a = bf16[24,64,16]{2,1,0} parameter(0)
@@ -137,6 +169,8 @@ def test_a_text_without_a_program_is_refused():
 KERNELS = """ENTRY %main (x: bf16[1,512,8,128]) -> bf16[1,512,8,128] {
   %jvp_kda_forward_.1 = (bf16[1,512,8,128]{3,2,1,0}, f32[1,1,8,128,128]{4,3,2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[1,8]{1,0}, bf16[1,512,8,128]{3,2,1,0}}, x=1
   %ragged-dot-none.1 = bf16[1024,512]{1,0} custom-call(%y), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[1]{0}, bf16[1024,256]{1,0}, bf16[8,256,512]{2,1,0}}
+  %jvp_jit_gmm__.2 = bf16[1024,512]{1,0} custom-call(%y), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[9]{0}, s32[]{0}, bf16[1024,256]{1,0}, bf16[8,256,512]{2,1,0}}
+  %transpose_jvp_jit_tgmm___.2 = bf16[8,256,512]{2,1,0} custom-call(%y), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[9]{0}, bf16[256,1024]{1,0}, bf16[1024,512]{1,0}}
   %mystery.3 = bf16[8]{0} custom-call(%y), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8]{0}}
 }
 """  # noqa: E501
@@ -145,5 +179,5 @@ KERNELS = """ENTRY %main (x: bf16[1,512,8,128]) -> bf16[1,512,8,128] {
 def test_kernels_cost_what_was_counted_and_unknown_ones_are_named():
     program, chip = hlo.Program.parse(KERNELS), chips.CHIPS["v5p"]
     kda = cost.KDA_CYCLES["TPU v5"][0] * 512 * 8 / chip.clock
-    assert cost.kernel_seconds(program, chip) == pytest.approx(kda + 2 * 1024 * 256 * 512 / chip.flops)
+    assert cost.kernel_seconds(program, chip) == pytest.approx(kda + 3 * 2 * 1024 * 256 * 512 / chip.flops)
     assert cost.unknown_kernels(program, chip) == ["mystery"]
