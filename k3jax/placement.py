@@ -23,15 +23,28 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     """A mesh with all axes, those not named at size 1, in JAX's explicit sharding mode.
 
     Raises:
-      ConfigError: the sizes do not multiply to the number of devices.
+      ConfigError: the sizes do not multiply to the number of devices; the message has the sizes that would.
     """
     devices = jax.devices() if devices is None else devices
     shape = [sizes.get(name, 1) for name in sharding.MESH_AXES]
     if np.prod(shape) != len(devices):
         factors = " x ".join(f"{name} {size}" for name, size in zip(sharding.MESH_AXES, shape) if size > 1) or "1"
-        raise ConfigError(f"the mesh {factors} needs {np.prod(shape)} devices, but there are {len(devices)}")
+        raise ConfigError(
+            f"the mesh {factors} needs {np.prod(shape)} devices, but there are {len(devices)}"
+            f"{_sizes_that_fit(shape, len(devices))}"
+        )
     kinds = (AxisType.Explicit,) * len(shape)
     return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES, axis_types=kinds)
+
+
+def _sizes_that_fit(shape: Sequence[int], devices: int) -> str:
+    """For one axis at a time, the size with which the others as they are make up all devices."""
+    fits = []
+    for name, size in zip(sharding.MESH_AXES, shape):
+        others = math.prod(shape) // size
+        if devices % others == 0 and (size > 1 or name == "data"):
+            fits.append(f"{name} = {devices // others}")
+    return f"; {' or '.join(fits)} would fit" if fits else ""
 
 
 def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]:

@@ -42,6 +42,7 @@ K3_REFUSALS = [
     ("expert=60", r"'experts' of size 896 does not divide over the mesh axis expert = 60; 56 or 64 devices would"),
     ("tensor=5", r"does not divide over the mesh axis tensor = 5"),
     ("tensor=64", r"'heads' of size 96 does not divide over the mesh axis tensor = 64; 48 or 96 devices"),
+    ("tensor=3", r"parameter embed: its dimension 'vocab' of size 163840 .* tensor = 3; 2 or 4 .* of 163839 or 163842"),
 ]
 
 

@@ -25,9 +25,21 @@ def test_impossible_meshes_are_refused(text, message):
         layouts.load(text)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 3}, "the mesh data 3 needs 3 devices, but there are 8; data = 8 would fit"),
+        ({"fsdp": 2, "tensor": 2}, "fsdp 2 x tensor 2 needs 4 .* are 8; data = 2 or fsdp = 4 or tensor = 4 would fit"),
+        ({"expert": 4, "context": 4}, "needs 16 devices, but there are 8; expert = 2 or context = 2 would fit"),
+        ({"expert": 3, "context": 5}, "needs 15 devices, but there are 8$"),
+    ],
+)
+def test_axes_multiply_to_the_devices(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        placement.make_mesh(sizes)
+
+
 def test_a_mesh_is_all_devices():
-    with pytest.raises(ConfigError, match="data 3 needs 3 devices, but there are 8"):
-        placement.make_mesh({"data": 3})
     assert placement.make_mesh(layouts.load("data=2,fsdp=4").sizes).shape["fsdp"] == 4
 
 
