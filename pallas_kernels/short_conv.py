@@ -17,7 +17,7 @@ from pallas_kernels import target
 
 BLOCK = 128  # tokens per step of the grid
 HALO = 8  # tokens before a block that are read with it
-HEADS = 16  # per step of the grid, unless there are fewer
+GROUPS = (16, 8)  # heads per step of the grid, unless there are fewer in all
 LANES = 128
 UNROLL = 25  # tokens per turn of a loop
 
@@ -25,10 +25,10 @@ UNROLL = 25  # tokens per turn of a loop
 def missing_support(x_BTHK, weight_JHK) -> str:
     """Why the kernels are not taken for these arrays (or jax.ShapeDtypeStruct); empty if they are."""
     (_, T, H, K), taps = x_BTHK.shape, weight_JHK.shape[0]
-    if K % LANES or T % BLOCK or not _whole_groups(H) or not 1 < taps <= HALO + 1:
+    if K % LANES or T % BLOCK or not _group(H) or not 1 < taps <= HALO + 1:
         return (
             f"the TPU kernel takes 2 to {HALO + 1} taps, multiples of {BLOCK} tokens and of {LANES} channels, up to "
-            f"{HEADS} or {HEADS} n heads, not {taps}, {T}, {K} and {H}"
+            f"{GROUPS[0]} or {GROUPS[-1]} n heads, not {taps}, {T}, {K} and {H}"
         )
     if x_BTHK.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the TPU kernel takes bfloat16 and float32, not {x_BTHK.dtype}"
@@ -36,15 +36,16 @@ def missing_support(x_BTHK, weight_JHK) -> str:
     return f"the compiler cannot split a kernel over mesh axes {axes}" if axes else ""
 
 
-def _whole_groups(H):
-    return H <= HEADS or H % HEADS == 0
+def _group(H):
+    """How many heads a step of the grid takes; None if they do not come out even."""
+    return next((n for n in (H, *GROUPS) if n <= GROUPS[0] and H % n == 0), None)
 
 
 def short_conv(x_BTHK, weight_JHK, segment_ids=None, *, interpret=False):
     """SiLU(y), ``y[t] = sum_j weight[j] x[t - J + 1 + j]`` over tokens of the same document.
 
     Args:
-      x_BTHK: bfloat16 or float32; H a multiple of 16, or at most 16; on TPU K a multiple of 128.
+      x_BTHK: bfloat16 or float32; H a multiple of 8, or at most 16; on TPU K a multiple of 128.
       weight_JHK: two to nine taps; the last one is for the token itself.
       segment_ids: int [B, T], document of each token, or None.
 
@@ -56,8 +57,8 @@ def short_conv(x_BTHK, weight_JHK, segment_ids=None, *, interpret=False):
     """
     B, T, H, _ = x_BTHK.shape
     taps = weight_JHK.shape[0]
-    if not 1 < taps <= HALO + 1 or not _whole_groups(H):
-        raise ValueError(f"short_conv takes 2 to {HALO + 1} taps and up to 16 or 16 n heads, got {taps} and {H}")
+    if not 1 < taps <= HALO + 1 or not _group(H):
+        raise ValueError(f"short_conv takes 2 to {HALO + 1} taps and up to 16 or 8 n heads, got {taps} and {H}")
     reach = _reach(segment_ids, (B, T), taps)
     missing = -T % BLOCK
     if missing:
@@ -115,7 +116,7 @@ def _like(x):
 def _specs(x, weight, *, reverse):
     """Blocks by kind of array, and the grid (groups of heads, rows, blocks of tokens)."""
     B, T, H, K = x.shape
-    heads, blocks = min(H, HEADS), T // BLOCK
+    heads, blocks = _group(H), T // BLOCK
     at = (lambda t: blocks - 1 - t) if reverse else (lambda t: t)
     before = BLOCK // HALO
     specs = {
