@@ -32,7 +32,7 @@ import kill_run  # noqa: E402
 
 LAYOUTS = {2: "fsdp=2", 4: "fsdp=2,expert=2"}
 SETTINGS = ("seq_len=32", "batch=4", "eval_every=1000", "sample_tokens=0")
-SMALL = ("model.layers=1", "model.full_attention=[]")
+SMALL = ("model.layers=1", "model.full_attention=[1]", "model.dense_layers=1", "seq_len=16", "loss_chunk=16")
 
 
 def spec_of(folder: pathlib.Path, name: str, processes: int) -> RunSpec:
@@ -141,7 +141,7 @@ def compare(
 def main(_) -> None:
     logging.set_verbosity(logging.WARNING)
     given, folder = flags.FLAGS, pathlib.Path(tempfile.mkdtemp(prefix="kill_local_"))
-    settings = (f"steps={given.steps}", f"checkpoint_every={given.checkpoint_every}")
+    settings = (f"steps={given.steps}", f"checkpoint_every={given.checkpoint_every}", *given["set"].value)
     differ = compare(
         folder, processes=given.processes, kills=given.kills, preset=given.config, settings=settings,
         patience=given.patience, seed=given.seed,
@@ -156,6 +156,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("config", "nano", "the preset")
+    flags.DEFINE_multi_string("set", [], "path.to.field=value of it; repeat for several")
     flags.DEFINE_integer("processes", 2, "2 or 4")
     flags.DEFINE_integer("kills", 20, "how often", lower_bound=1)
     flags.DEFINE_integer("steps", 60, "of the run", lower_bound=10)
