@@ -124,17 +124,22 @@ def flops_per_token(model: c.ModelConfig, seq_len: int) -> Flops:
     weights: 2 per active entry of a weight matrix, the head included, the embedding not.
     MLA: 2 H (qk_dim + v_dim) per pair of a query and a key that it sees, of which there are (T + 1) / 2 a token.
     KDA: H (6 K^2 + 3 C K + C^2) with chunks of C = 64 (Kimi Linear, arXiv 2510.26692, section 6.3).
+    Layers count as often as they are gone through.
     Norms, convolutions, activations, depth mixtures and the balancer are not counted: they are no matrix products.
     """
     matmul = (Role.MATRIX, Role.HEADS, Role.ROUTER, Role.UNEMBEDDING, Role.EXPERTS)
     used = [p for p in parameters(model) if p.meta is not None and p.meta.role in matmul]
     share = {Role.EXPERTS: model.moe.active / model.moe.experts}
-    mixers = [kind.mixer for kind in model.kinds]
+
+    def times(parameter: Parameter) -> float:
+        return share.get(parameter.meta.role, 1) * (model.loops if parameter.path.startswith("segments") else 1)
+
+    mixers = model.loops * [kind.mixer for kind in model.kinds]
     pairs = (seq_len + 1) / 2
     H, K, C = model.kda.heads, model.kda.head_dim, KDA_CHUNK
     return Flops(
         {
-            "weights": sum(2 * p.size * share.get(p.meta.role, 1) for p in used),
+            "weights": sum(2 * p.size * times(p) for p in used),
             "MLA": mixers.count("mla") * 2 * model.mla.heads * (model.mla.qk_dim + model.mla.v_dim) * pairs,
             "KDA": mixers.count("kda") * H * (6 * K**2 + 3 * C * K + C**2),
         }

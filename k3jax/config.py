@@ -6,32 +6,17 @@ here is immutable and hashable, so a configuration can be a static argument of a
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
+
+from k3jax.config_checks import ConfigError as ConfigError
+from k3jax.config_checks import require, require_choice, require_positive
+from k3jax.config_memory import Activation as Activation
+from k3jax.config_memory import Remat as Remat
+from k3jax.config_memory import RematPolicy as RematPolicy
+from k3jax.config_memory import Save as Save
+from k3jax.config_memory import Storage as Storage
 
 Dtype = Literal["float32", "bfloat16"]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be built: the message names the field, the value, and what would be valid."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_positive(config: object, *names: str) -> None:
-    """Every named integer field of ``config`` must be at least 1."""
-    for name in names:
-        value = getattr(config, name)
-        require(value >= 1, f"{type(config).__name__}.{name} = {value}, but it must be at least 1")
-
-
-def require_choice(config: object, name: str, literal: Any) -> None:
-    """Field ``name`` of ``config`` must be one of the values of a Literal."""
-    value, valid = getattr(config, name), get_args(literal)
-    require(value in valid, f"{type(config).__name__}.{name} = {value!r}, but it must be one of {', '.join(valid)}")
 
 
 @dataclass(frozen=True)
@@ -50,6 +35,33 @@ class SoftplusDecay:
 
 
 @dataclass(frozen=True)
+class HeadDecay:
+    """One decay for all key channels of a head, as in Gated DeltaNet (arXiv 2412.06464); ``None`` is its softplus."""
+
+    lower_bound: float | None = -5.0
+
+    def __post_init__(self):
+        bound = self.lower_bound
+        require(bound is None or bound < 0, f"HeadDecay.lower_bound = {bound}, but a log-decay is negative")
+
+
+@dataclass(frozen=True)
+class NoDecay:
+    """Only writing forgets (DeltaNet, arXiv 2406.06484)."""
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A write first takes out what its key brings up: ``(I - beta k k^T) S + beta k v^T`` (arXiv 2406.06484)."""
+
+
+@dataclass(frozen=True)
+class AdditiveRule:
+    """A write is added to what is there, ``S + beta k v^T``: linear attention, decayed by head as in Mamba-2
+    (arXiv 2405.21060)."""
+
+
+@dataclass(frozen=True)
 class FullRankGate:
     """Sigmoid output gate from one full matrix of the layer input (K3)."""
 
@@ -65,23 +77,32 @@ class LowRankGate:
 
 
 @dataclass(frozen=True)
+class SwishGate:
+    """As FullRankGate with ``x sigmoid(x)`` in place of the sigmoid (an ablation of arXiv 2510.26692)."""
+
+
+@dataclass(frozen=True)
 class NoGate:
     """No output gate."""
 
 
 @dataclass(frozen=True)
 class KDA:
-    """Kimi Delta Attention. ``forget_rank`` is the bottleneck of the forget gate, shared by all heads."""
+    """Kimi Delta Attention, and with other decays and rules its ancestors. ``forget_rank`` is the bottleneck of the
+    forget gate of channels, shared by all heads."""
 
     heads: int
     head_dim: int
     forget_rank: int
     conv: int = 4
-    decay: BoundedDecay | SoftplusDecay = BoundedDecay()
-    output_gate: FullRankGate | LowRankGate | NoGate = FullRankGate()
+    decay: BoundedDecay | SoftplusDecay | HeadDecay | NoDecay = BoundedDecay()
+    rule: DeltaRule | AdditiveRule = DeltaRule()
+    output_gate: FullRankGate | LowRankGate | SwishGate | NoGate = FullRankGate()
 
     def __post_init__(self):
         require_positive(self, "heads", "head_dim", "forget_rank", "conv")
+        by_head = isinstance(self.decay, HeadDecay | NoDecay) or isinstance(self.rule, DeltaRule)
+        require(by_head, f"KDA.rule = AdditiveRule() takes a HeadDecay or NoDecay, not KDA.decay = {self.decay}")
 
 
 @dataclass(frozen=True)
@@ -146,6 +167,16 @@ class SiTU:
 @dataclass(frozen=True)
 class SwiGLU:
     """``silu(g) u`` (arXiv 2002.05202)."""
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``silu(min(g, limit)) clip(u, -limit, limit)`` (gpt-oss, arXiv 2508.10925)."""
+
+    limit: float = 7.0
+
+    def __post_init__(self):
+        require(self.limit > 0, f"ClampedSwiGLU.limit = {self.limit}, but it must be positive")
 
 
 @dataclass(frozen=True)
@@ -237,10 +268,37 @@ class PlainResidual:
 
 
 @dataclass(frozen=True)
+class KeyNorm:
+    """Depth sources are normalized before they are scored (arXiv 2603.15031)."""
+
+
+@dataclass(frozen=True)
+class NoKeyNorm:
+    """Depth sources are scored as they are (an ablation)."""
+
+
+@dataclass(frozen=True)
+class ZeroQuery:
+    """Pseudo-queries start at zero: every source weighs the same (arXiv 2603.15031)."""
+
+
+@dataclass(frozen=True)
+class RandomQuery:
+    """Pseudo-queries start as normal numbers with this standard deviation (an ablation)."""
+
+    std: float = 0.02
+
+    def __post_init__(self):
+        require(self.std > 0, f"RandomQuery.std = {self.std}, but it must be positive")
+
+
+@dataclass(frozen=True)
 class BlockAttnRes:
     """Block Attention Residuals: ``block`` counts decoder layers (K3 report, section 2.2; arXiv 2603.15031)."""
 
     block: int
+    keys: KeyNorm | NoKeyNorm = KeyNorm()
+    query: ZeroQuery | RandomQuery = ZeroQuery()
 
     def __post_init__(self):
         require_positive(self, "block")
@@ -250,56 +308,11 @@ class BlockAttnRes:
 class FullAttnRes:
     """Full Attention Residuals: every sub-layer mixes the outputs of all sub-layers before it (arXiv 2603.15031)."""
 
+    keys: KeyNorm | NoKeyNorm = KeyNorm()
+    query: ZeroQuery | RandomQuery = ZeroQuery()
+
 
 Residual = PlainResidual | BlockAttnRes | FullAttnRes
-
-
-Activation = Literal["layer_input", "projected", "states", "attended", "mixer_out", "routing", "dispatch"]
-Storage = Literal["device", "host", "fp8", "fp8_host"]
-
-
-@dataclass(frozen=True)
-class Save:
-    """Rematerialization that keeps the named tensors of a layer, in the named storage, and computes the rest again.
-
-    names:
-      layer_input: the running sum, which every policy keeps; naming it says where.
-      projected: what the projections of a mixer give to its convolutions (KDA) or its attention (MLA).
-      states: what the chunks of KDA start from, and their inverses.
-      attended: the output of recurrence or attention, before gate and projection.
-      mixer_out: the output of the mixer.
-      routing: the chosen experts.
-      dispatch: the input of the routed experts.
-    storage: where and how. "host" is pinned memory of the host. "fp8" is block-wise FP8 (e4m3, 128 values a scale), for
-      storage only and only of floating-point tensors. Integers stay in device memory as they are.
-    """
-
-    names: tuple[Activation, ...] = ("attended", "mixer_out", "routing", "dispatch")
-    storage: Storage = "device"
-
-    def __post_init__(self):
-        require_choice(self, "storage", Storage)
-        valid = ", ".join(get_args(Activation))
-        wrong = [name for name in self.names if name not in get_args(Activation)]
-        require(not wrong, f"Save.names has {wrong}, but they must be among {valid}")
-        distinct = len(set(self.names)) == len(self.names) > 0
-        require(distinct, f"Save.names = {self.names}, but it must be one or more of {valid}, each once")
-        moved = self.storage == "host" or "layer_input" not in self.names
-        require(
-            moved,
-            f"Save.names has 'layer_input' with storage {self.storage!r}, but it can only move to 'host': it stays on "
-            "the device anyway, and a layer computed again from a rounded input has other gradients",
-        )
-        rounded = {"projected", "states"}.intersection(self.names) if self.storage.startswith("fp8") else ()
-        require(
-            not rounded,
-            f"Save.names has {sorted(rounded)} with storage {self.storage!r}, but the recurrence amplifies rounding: "
-            "gradients would be off by a tenth",
-        )
-
-
-Remat = Literal["none", "dots", "full"]
-RematPolicy = Remat | Save
 
 
 class LayerKind(NamedTuple):
@@ -313,6 +326,7 @@ class LayerKind(NamedTuple):
 class ModelConfig:
     """The text backbone. ``full_attention`` lists the MLA layers, counted from 1 as in the released configuration.
 
+    ``loops`` is how often the whole stack of layers is gone through, with the same weights (an ablation).
     ``dtype`` is the compute dtype; parameters are float32 masters, and the places that stay float32 whatever
     ``dtype`` is are named where they are computed.
     """
@@ -327,14 +341,19 @@ class ModelConfig:
     dense_layers: int
     moe: MoE
     residual: Residual
-    activation: SiTU | SwiGLU = SiTU()
+    loops: int = 1
+    activation: SiTU | SwiGLU | ClampedSwiGLU = SiTU()
     eps: float = 1e-5
     init_std: float = 0.02
     dtype: Dtype = "bfloat16"
     remat: RematPolicy = "full"
 
     def __post_init__(self):
-        require_positive(self, "vocab", "dim", "layers", "dense_width")
+        require_positive(self, "vocab", "dim", "layers", "dense_width", "loops")
+        require(
+            self.loops == 1 or isinstance(self.residual, PlainResidual),
+            f"ModelConfig.loops = {self.loops} with {self.residual}, but only a PlainResidual can be looped over",
+        )
         wrong = [n for n in self.full_attention if not 1 <= n <= self.layers]
         require(not wrong, f"ModelConfig.full_attention has {wrong}, but layers are counted from 1 to {self.layers}")
         ordered = list(self.full_attention) == sorted(set(self.full_attention))

@@ -45,6 +45,8 @@ class Muon:
       momentum: decay of the averaged gradient; the Nesterov look-ahead is always taken.
       weight_decay: decoupled decay, multiplied by the learning rate.
       rms: root mean square of an update at learning rate one. 0.2 is that of AdamW, so its rates carry over.
+      factor: what every orthogonalized block is multiplied by instead, whatever its shape: no matching of the root mean
+        square (an ablation of arXiv 2502.16982).
       newton_schulz: named table of polynomial coefficients, see `k3jax.optim.muon`.
       dtype: of the Newton-Schulz matrix products. bfloat16 accumulates in float32; the momentum is float32 always.
       heads: 'split' gives each head of a HEADS parameter its own block, 'merged' takes all heads as one matrix.
@@ -55,6 +57,7 @@ class Muon:
     momentum: float = 0.95
     weight_decay: float = 0.1
     rms: float = 0.2
+    factor: float | None = None
     newton_schulz: NewtonSchulz = "polar5"
     dtype: NewtonSchulzDtype = "float32"
     heads: Heads = "split"
@@ -65,10 +68,16 @@ class Muon:
         _number(self, "momentum", low=0.0, high=1.0, open_high=True)
         _number(self, "weight_decay", low=0.0)
         _number(self, "rms", low=0.0, open_low=True)
+        if self.factor is not None:
+            _number(self, "factor", low=0.0, open_low=True)
         _number(self, "eps", low=0.0, open_low=True)
         _choice(self, "newton_schulz", NewtonSchulz)
         _choice(self, "dtype", NewtonSchulzDtype)
         _choice(self, "heads", Heads)
+
+    def scale(self, long: int) -> float:
+        """What an orthogonalized block with this longer side is multiplied by."""
+        return self.rms * math.sqrt(long) if self.factor is None else self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +160,20 @@ class Rewarm:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tunable:
+    """A schedule whose peak is an array in the optimizer's state, and not a constant of the compiled step: the runs of
+    a search share one program."""
+
+    schedule: Cosine | WSD = Cosine()
+
+    def __post_init__(self):
+        _instance(self, "schedule", (Cosine, WSD))
+
+
+Schedule = Cosine | WSD | Rewarm | Tunable
+
+
+@dataclasses.dataclass(frozen=True)
 class QKClip:
     """Weight clipping of MLA queries and keys (Kimi K2, arXiv 2507.20534): no logit stays above `threshold`."""
 
@@ -176,7 +199,7 @@ class Optimizer:
     matrices: Muon | AdamW = Muon()
     router: Muon | AdamW = AdamW()
     rest: AdamW = AdamW()
-    schedule: Cosine | WSD | Rewarm = Cosine()
+    schedule: Schedule = Cosine()
     clip_norm: float | None = 1.0
     qk_clip: QKClip | None = QKClip()
 
@@ -184,7 +207,7 @@ class Optimizer:
         _instance(self, "matrices", (Muon, AdamW))
         _instance(self, "router", (Muon, AdamW))
         _instance(self, "rest", (AdamW,))
-        _instance(self, "schedule", (Cosine, WSD, Rewarm))
+        _instance(self, "schedule", (Cosine, WSD, Rewarm, Tunable))
         _instance(self, "qk_clip", (QKClip, type(None)))
         if self.clip_norm is not None:
             _number(self, "clip_norm", low=0.0, open_low=True)

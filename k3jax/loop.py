@@ -9,7 +9,6 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from k3jax.exits import Exit
 from k3jax.model.weights import Weights
 from k3jax.progress import Progress
 from k3jax.run_config import TrainConfig
-from k3jax.step import StepMetrics, TrainState, eval_step, train_step
+from k3jax.step import StepMetrics, TrainState, eval_step, program, train_step
 from k3jax.stop import StopRequest
 from k3jax.telemetry import trace
 from k3jax.telemetry.clock import Clock
@@ -129,7 +128,7 @@ def lower_step(
     out = None if mesh is None else (shardings, sharding.replicated(mesh))
     step = jax.jit(train_step, static_argnums=(0, 3), donate_argnums=1, out_shardings=out)
     with sharding.scope(mesh), runtime.collection_paused():
-        return step.lower(config, state, batch, layout)
+        return step.lower(program(config), state, batch, layout)
 
 
 class _Stage:
@@ -315,7 +314,8 @@ class Evaluator:
 
     def __init__(self, stage: TrainConfig, mesh: Mesh | None = None, layout: Layout = ALONE):
         self._mesh, everywhere = mesh, None if mesh is None else sharding.replicated(mesh)
-        self._step = jax.jit(partial(eval_step, stage, on=layout), out_shardings=everywhere)
+        evaluate = jax.jit(eval_step, static_argnums=(0, 3), out_shardings=everywhere)
+        self._step = lambda weights, batch: evaluate(program(stage), weights, batch, layout)
         self._rows = Rows(stage, mesh)
 
     def line(

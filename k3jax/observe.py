@@ -37,6 +37,16 @@ def merge(report: LayerReport) -> LayerReport:
     return LayerReport(seen, max_logit, None, gauges, depth)
 
 
+def over_loops(reports: Reports) -> Reports:
+    """The reports of layers that were gone through several times, stacked along axis 0 of every leaf, as those of one
+    time: sums over all, and the hidden state after the last."""
+
+    def one(report: LayerReport) -> LayerReport:
+        return merge(report)._replace(hidden=None if report.hidden is None else report.hidden[-1])
+
+    return [[one(report) for report in segment] for segment in reports]
+
+
 def added_up(reports: Reports) -> Reports:
     """The reports of all layers with what their parts on all devices with tokens add up to.
 

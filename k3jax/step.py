@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation step: pure functions of a state and a batch."""
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,12 +12,12 @@ from jax import Array
 from k3jax import config as c
 from k3jax import guard, observe, sharding
 from k3jax.config_layout import ALONE, Layout
-from k3jax.config_optim import QKClip
+from k3jax.config_optim import QKClip, Tunable
 from k3jax.data import Batch
 from k3jax.loss import LossStats, chunked_cross_entropy
 from k3jax.model import balancing, weights
 from k3jax.model.weights import Tree, Weights
-from k3jax.optim import build_optimizer, make_schedule, orthogonalize, qk_clip, update_rms
+from k3jax.optim import build_optimizer, learning_rate, orthogonalize, qk_clip, update_rms
 from k3jax.parallel.muon import orthogonalize_arrays
 from k3jax.run_config import TrainConfig
 
@@ -61,6 +62,16 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return build_optimizer(
         config.optimizer, meta, config.steps, orthogonalize=orthogonalize_arrays if on_mesh else orthogonalize
     )
+
+
+def program(config: TrainConfig) -> TrainConfig:
+    """The run with what its compiled steps do not depend on set to one value: the seed, and the peak of a Tunable
+    schedule. Runs that agree in it share their programs."""
+    optimizer = config.optimizer
+    if isinstance(optimizer.schedule, Tunable):
+        schedule = dataclasses.replace(optimizer.schedule.schedule, peak=1.0)
+        optimizer = dataclasses.replace(optimizer, schedule=Tunable(schedule))
+    return dataclasses.replace(config, seed=0, optimizer=optimizer)
 
 
 def init_state(config: TrainConfig) -> TrainState:
@@ -112,6 +123,7 @@ def loss_fn(
     model = config.model
     net = weights.bind(model, Weights(params, router))
     hidden, reports = net(model, batch.tokens_BT, batch.segments_BT, observe=True, capture=capture, on=on)
+    reports = reports if model.loops == 1 else observe.over_loops(reports)
     with jax.named_scope("loss"):
         objective, stats = chunked_cross_entropy(
             hidden, net.head[...], batch.targets_BT, batch.weights_BT, chunk=config.loss_chunk, z_loss=config.z_loss
@@ -178,16 +190,11 @@ def train_step(
         grad_norm_by_role=grad_norms,
         param_norm_by_role=observe.norms_by_role(kept[0].params, meta),
         update_rms=rms,
-        lr=make_schedule(config.optimizer.schedule, config.steps)(_updates_made(state.opt_state)),
+        lr=learning_rate(config.optimizer.schedule, config.steps, state.opt_state),
         verdict=verdict,
         layers=observe.layer_metrics(reports, router_before=state.weights.router, router_after=kept[0].router),
     )
     return TrainState(state.step + (state.guard.halted == 0), *kept, guards, state.key), metrics
-
-
-def _updates_made(opt_state: Any) -> Array:
-    """How many updates the optimizer has counted, which is what its schedule reads: skipped steps are none."""
-    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
 def _apply(config: TrainConfig, on: Layout, state: TrainState, grads: Tree, reports):

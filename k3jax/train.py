@@ -71,6 +71,8 @@ class Options:
       dump_hlo: keep the text of the compiled step.
       workers: processes that make batches ahead of time; 0 is a thread.
       hang_after: seconds after which a step that does not end ends the process (`k3jax.watchdog`); 0 is never.
+      report: write the page and its figure when the run is over.
+      began: seconds since 1970 at which the run began, for a process that makes several; None is the process's start.
     """
 
     mesh: Mesh | None = None
@@ -81,6 +83,8 @@ class Options:
     dump_hlo: bool = False
     workers: int = 0
     hang_after: float = 0.0
+    report: bool = True
+    began: float | None = None
 
 
 def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) -> dict:
@@ -100,7 +104,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
         placement.check_batch(config, options.mesh)
         placement.check_model(config.model, options.mesh)
     run.mkdir(parents=True, exist_ok=True)
-    clock = Clock(began=time.time() - runtime.seconds_since_start())
+    clock = Clock(began=options.began or time.time() - runtime.seconds_since_start())
     with (
         _lock(run),
         StopRequest() as stop,
@@ -117,7 +121,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
             state, shardings, restored = _start(config, run, checkpoints, options, identities)
         summary = read_json(run / "summary.json")
         if restored is not None and restored.step == summary.get("steps") == config.steps:
-            if jax.process_index() == 0 and not (run / "report.html").exists():
+            if jax.process_index() == 0 and options.report and not (run / "report.html").exists():
                 report.write_report(run)
             return summary
         step = None if restored is None else restored.step
@@ -143,7 +147,7 @@ def train(config: TrainConfig, run: pathlib.Path, options: Options = Options()) 
             state = run_stages(config, state, open_data, tools)
             checkpoints.wait()
             with stop.nothing_to_save():
-                return _finish(config, state, open_data(config.last_stage), open_data.baselines(), tools)
+                return _finish(config, state, open_data, tools, write_report=options.report)
 
 
 def _watchdog(run: pathlib.Path, clock: Clock, progress: Progress, limit: float) -> Watchdog:
@@ -218,8 +222,9 @@ def _record(
         writers.write({"step": restored.step, "kind": "event", "event": "damaged_checkpoint", "reason": problem})
 
 
-def _finish(config: TrainConfig, state: TrainState, data: StageData, baselines: dict, tools: Tools) -> dict:
+def _finish(config: TrainConfig, state: TrainState, open_data: "OpenData", tools: Tools, *, write_report: bool) -> dict:
     """Evaluates, samples, sums up and reports a run that came to its last step."""
+    data = open_data(config.last_stage)
     tools.progress.phase("evaluating all held-out text")
     with tools.clock.book("evaluation"):
         line = Evaluator(config.at(config.last_stage), tools.mesh, tools.layout).line(state.weights, data.held_out)
@@ -237,13 +242,14 @@ def _finish(config: TrainConfig, state: TrainState, data: StageData, baselines: 
         "goodput": goodput(tools.clock.totals()),
         "parameters": counts.total,
         "active_parameters": counts.active,
-        "baselines": baselines,
+        "baselines": open_data.baselines(),
     }
     if jax.process_index() == 0:
-        tools.progress.phase("writing the report")
         write_text(tools.run / "sample.txt", sample)
         write_json(tools.run / "summary.json", summary)
-        report.write_report(tools.run)
+        if write_report:
+            tools.progress.phase("writing the report")
+            report.write_report(tools.run)
     return summary
 
 

@@ -40,7 +40,7 @@ def source_slots(residual: c.Residual, layers: int) -> int:
     match residual:
         case c.PlainResidual():
             return 0
-        case c.BlockAttnRes(block):
+        case c.BlockAttnRes(block=block):
             return -(-layers // block)
         case c.FullAttnRes():
             return 2 * layers
@@ -51,7 +51,7 @@ def closes_block(residual: c.Residual, layer: int) -> bool:
     match residual:
         case c.PlainResidual():
             return False
-        case c.BlockAttnRes(block):
+        case c.BlockAttnRes(block=block):
             return layer % block == 0
         case c.FullAttnRes():
             return True
@@ -68,14 +68,16 @@ class DepthMix(nnx.Module):
     """One mixing site: a norm gain and a pseudo-query, which starts at zero so that every source weighs the same."""
 
     def __init__(self, model: c.ModelConfig):
-        self.norm = nn.norm_weight("norm", model.dim, "width")
-        self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("width",), init=nn.ZEROS)
+        init = nn.ZEROS if isinstance(model.residual.query, c.ZeroQuery) else nn.Normal(model.residual.query.std)
+        if isinstance(model.residual.keys, c.KeyNorm):
+            self.norm = nn.norm_weight("norm", model.dim, "width")
+        self.query = nn.param("query", (model.dim,), role=Role.VECTOR, axes=("width",), init=init)
 
     def __call__(self, model: c.ModelConfig, stream: Stream) -> Array:
         """[B, T, D]: what the sub-layer at this site reads. On a mesh an island, for a kernel takes local arrays."""
         with jax.named_scope("depth_mix"):
-            local = partial(mix, model.eps)
-            return sharding.island(local, sharding.TOKENS)(stream, self.norm[...] * self.query[...])
+            eps, u_D = self._scoring(model)
+            return sharding.island(partial(mix, eps), sharding.TOKENS)(stream, u_D)
 
     def weights(self, model: c.ModelConfig, stream: Stream, valid_BT: Array) -> Array:
         """[S + 1] float32: the weight of every source, summed over tokens outside of padding, the running sum last.
@@ -83,22 +85,30 @@ class DepthMix(nnx.Module):
         (:func:`k3jax.sharding.partial`).
         """
 
-        def local(stream, u_D, valid_BT):
-            scores_SBT, _ = _scores(model.eps, stream, u_D)
+        def local(eps, stream, u_D, valid_BT):
+            scores_SBT, _ = _scores(eps, stream, u_D)
             return sharding.partial(jnp.where(valid_BT, jax.nn.softmax(scores_SBT, axis=0), 0).sum(axis=(1, 2)))
 
         with jax.named_scope("depth_weights"):
-            seen = jax.lax.stop_gradient((stream, self.norm[...] * self.query[...]))
-            return sharding.island(local, sharding.PARTIAL)(*seen, valid_BT)
+            eps, u_D = self._scoring(model)
+            seen = jax.lax.stop_gradient((stream, u_D))
+            return sharding.island(partial(local, eps), sharding.PARTIAL)(*seen, valid_BT)
+
+    def _scoring(self, model):
+        """The eps of the sources' norm (None for no norm), and the pseudo-query with the norm's gain folded in."""
+        if isinstance(model.residual.keys, c.NoKeyNorm):
+            return None, self.query[...]
+        return model.eps, self.norm[...] * self.query[...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mix(eps: float, stream: Stream, u_D: Array) -> Array:
+def mix(eps: float | None, stream: Stream, u_D: Array) -> Array:
     """``sum_i softmax_i(u . RMSNorm(v_i)) v_i`` over the closed blocks and the running sum.
 
-    arXiv 2603.15031, section 3, with the norm's gain folded into the pseudo-query u. Scores, softmax and weighted sum
-    are float32; the result has the stream's dtype. The values are the sources as they are, without the norm. The
-    backward pass keeps the stream and recomputes the weights, so that a site saves no more than a plain residual would.
+    arXiv 2603.15031, section 3, with the norm's gain folded into the pseudo-query u. Without ``eps`` there is no norm,
+    an ablation of the same paper. Scores, softmax and weighted sum are float32; the result has the stream's dtype. The
+    values are the sources as they are, without the norm. The backward pass keeps the stream and recomputes the weights,
+    so that a site saves no more than a plain residual would.
 
     A program lowered for TPU takes the kernels of :mod:`pallas_kernels.depth_mix` where they take the shapes.
     """
@@ -116,7 +126,8 @@ def _arrays(stream, u_D):
 
 def _run(kernel, plain, eps, *arrays):
     sources = arrays[1]
-    missing, title = depth_mix.missing_support(sources), f"{kernel.__name__} of the depth mixture of {sources.shape}"
+    missing = depth_mix.missing_support(sources) or ("sources are scored without a norm" if eps is None else "")
+    title = f"{kernel.__name__} of the depth mixture of {sources.shape}"
     return target.run(partial(kernel, eps=eps), partial(plain, eps), *arrays, title=title, missing=missing)
 
 
@@ -129,12 +140,13 @@ def _mix_plain(eps, running_BTD, sources_SBTD, count, u_D):
     return mixed.astype(stream.running.dtype)
 
 
-def _scores(eps: float, stream: Stream, u_D: Array) -> tuple[Array, Array]:
-    """Scores of the sources, -inf for slots not filled, and the inverse RMS of each; the running sum comes last."""
+def _scores(eps: float | None, stream: Stream, u_D: Array) -> tuple[Array, Array]:
+    """Scores of the sources, -inf for slots not filled, and the inverse RMS of each, 1 without a norm; the running sum
+    comes last."""
 
     def of(v):
         v = v.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
+        inverse = jnp.ones_like(v[..., 0]) if eps is None else jax.lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
         return jnp.einsum("...d,d->...", v, u_D, precision=jax.lax.Precision.HIGHEST) * inverse, inverse
 
     (scores, inverses), (last_score, last_inverse) = of(stream.sources), of(stream.running)
@@ -168,7 +180,7 @@ def _gradients_plain(eps, running_BTD, sources_SBTD, count, u_D, dh_BTD):
     projected = jnp.concatenate([against_output(stream.sources), against_output(stream.running)[None]])
     dscores = weights * (projected - jnp.sum(weights * projected, axis=0))
     along_u = dscores * inverses
-    along_v = along_u * jnp.where(weights > 0, scores, 0) * inverses / u_D.shape[0]
+    along_v = 0 * along_u if eps is None else along_u * jnp.where(weights > 0, scores, 0) * inverses / u_D.shape[0]
 
     def of(v, weight, along_u, along_v):
         v32 = v.astype(jnp.float32)

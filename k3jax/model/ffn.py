@@ -12,7 +12,7 @@ from k3jax import nn, sharding
 from k3jax.roles import Role
 
 
-def gated(activation: c.SiTU | c.SwiGLU, gate: Array, up: Array) -> Array:
+def gated(activation: c.SiTU | c.SwiGLU | c.ClampedSwiGLU, gate: Array, up: Array) -> Array:
     """The gated activation of two branches, float32 inside, in the dtype of ``gate``.
 
     SiTU: ``[b1 tanh(g/b1) sigmoid(g)] [b2 tanh(u/b2)]`` (K3 report, eq. 12): bounded by ``b1 b2``, and SwiGLU to first
@@ -24,6 +24,8 @@ def gated(activation: c.SiTU | c.SwiGLU, gate: Array, up: Array) -> Array:
             value = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * linear_beta * jnp.tanh(u / linear_beta)
         case c.SwiGLU():
             value = jax.nn.silu(g) * u
+        case c.ClampedSwiGLU(limit):
+            value = jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit)
     return value.astype(gate.dtype)
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from k3jax import config as c
 from k3jax import nn, sharding
+from k3jax.linear_attention import linear_attention
 from k3jax.model.memory import mark
 from k3jax.parallel.context import kda_context, short_conv_context
 from k3jax.roles import Role
@@ -22,6 +23,7 @@ from pallas_kernels.kda import kda
 from pallas_kernels.kda.inputs import log_decay
 
 GAUGE_EVERY = 8  # tokens
+CLOSED = -1e4  # a gate at which the bounded decay is exactly zero, and so is its gradient
 
 
 class KDACache(NamedTuple):
@@ -127,7 +129,7 @@ class KDALayer(nnx.Module):
 
     def __init__(self, model: c.ModelConfig):
         spec, normal = model.kda, nn.Normal(model.init_std)
-        D, H, K, R = model.dim, spec.heads, spec.head_dim, spec.forget_rank
+        D, H, K = model.dim, spec.heads, spec.head_dim
         heads, width = ("embed", "heads", "key"), (D, H, K)
         for name in "qkv":
             setattr(self, name, nn.param(name, width, role=Role.HEADS, axes=heads, init=normal))
@@ -139,16 +141,11 @@ class KDALayer(nnx.Module):
                 init=nn.Uniform(spec.conv**-0.5),
             )
             setattr(self, f"{name}_conv", conv)
-        self.forget_in = nn.param("forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
-        self.forget_out = nn.param(
-            "forget_out", (R, H, K), role=Role.MATRIX, axes=("rank", "heads", "key"), init=normal
-        )
         self.beta = nn.param("beta", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
-        self.A_log = nn.param("A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.ZEROS)
-        self.dt_bias = nn.param("dt_bias", (H, K), role=Role.VECTOR, axes=("heads", "key"), init=nn.DecayBias())
+        self._make_decay(model)
         self.out_norm = nn.norm_weight("out_norm", K, "value")
         match spec.output_gate:
-            case c.FullRankGate():
+            case c.FullRankGate() | c.SwishGate():
                 self.gate = nn.param("gate", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
             case c.LowRankGate(rank):
                 self.gate_in = nn.param("gate_in", (D, rank), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
@@ -156,6 +153,24 @@ class KDALayer(nnx.Module):
                     "gate_out", (rank, H, K), role=Role.MATRIX, axes=("rank", "heads", "value"), init=normal
                 )
         self.out = nn.param("out", width, role=Role.MATRIX, axes=("embed", "heads", "value"), init=normal)
+
+    def _make_decay(self, model):
+        spec, normal = model.kda, nn.Normal(model.init_std)
+        D, H, K, R = model.dim, spec.heads, spec.head_dim, spec.forget_rank
+        match spec.decay:
+            case c.NoDecay():
+                return
+            case c.HeadDecay():
+                self.forget = nn.param("forget", (D, H), role=Role.MATRIX, axes=("embed", "heads"), init=normal)
+                bias, axes = (H,), ("heads",)
+            case _:
+                self.forget_in = nn.param("forget_in", (D, R), role=Role.MATRIX, axes=("embed", "rank"), init=normal)
+                self.forget_out = nn.param(
+                    "forget_out", (R, H, K), role=Role.MATRIX, axes=("rank", "heads", "key"), init=normal
+                )
+                bias, axes = (H, K), ("heads", "key")
+        self.A_log = nn.param("A_log", (H,), role=Role.VECTOR, axes=("heads",), init=nn.ZEROS)
+        self.dt_bias = nn.param("dt_bias", bias, role=Role.VECTOR, axes=axes, init=nn.DecayBias())
 
     def __call__(self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None) -> Array:
         """[B, T, D] to [B, T, D], every document from a zero state."""
@@ -186,7 +201,7 @@ class KDALayer(nnx.Module):
         sampled = first + GAUGE_EVERY * jnp.arange(-(-T // GAUGE_EVERY))
         inside = sharding.part(valid, "context", 1)[:, jnp.minimum(sampled, T - 1)] & (sampled < T)
         gate = jax.lax.stop_gradient(raw_gate_BTHK[:, jnp.minimum(sampled, T - 1)]).astype(jnp.float32)
-        g = log_decay(gate, self.A_log[...], self.dt_bias[...], _lower_bound(model))
+        g = log_decay(gate, *self._slope_and_bias(model), _lower_bound(model))
         filled = valid.any(axis=1) & (shard == shards - 1)
         return sharding.partial(gauges(g, inside, jnp.where(filled[:, None, None, None], state_BHKV, 0), filled))
 
@@ -207,9 +222,7 @@ class KDALayer(nnx.Module):
         in_shards = sharding.size("context") > 1
         with jax.named_scope("kda_projections"):
             inputs = [nn.einsum("btd,dhk->bthk", x_BTD, getattr(self, name)[...]) for name in "qkv"]
-            raw_gate = nn.einsum(
-                "btr,rhk->bthk", nn.einsum("btd,dr->btr", x_BTD, self.forget_in[...]), self.forget_out[...]
-            )
+            raw_gate = self._raw_gate(model, x_BTD)
             beta = nn.einsum("btd,dh->bth", x_BTD, self.beta[...])
             inputs, raw_gate, beta = mark((inputs, raw_gate, beta), "projected")
         with jax.named_scope("kda_conv"):
@@ -220,14 +233,11 @@ class KDALayer(nnx.Module):
             else:
                 q, k, v = (short_conv(x, w, here, h) for x, w, h in zip(inputs, weights, history))
         with jax.named_scope("kda"):
-            o, state = (partial(kda_context, axis="context") if in_shards else kda)(
-                q,
-                k,
-                v,
-                raw_gate,
-                beta,
-                A_log=self.A_log[...],
-                dt_bias=self.dt_bias[...],
+            A_log, dt_bias = self._slope_and_bias(model)
+            o, state = _recurrence(model.kda.rule, in_shards)(
+                *(q, k, v, raw_gate, beta),
+                A_log=A_log,
+                dt_bias=dt_bias,
                 lower_bound=_lower_bound(model),
                 segment_ids=here,
                 initial_state=cache.state if cache else None,
@@ -237,23 +247,56 @@ class KDALayer(nnx.Module):
             y = nn.einsum("bthv,dhv->btd", o, self.out[...])
         return sharding.scatter(y, "tensor", dim=1), state, inputs, raw_gate
 
+    def _raw_gate(self, model, x_BTD):
+        """[B, T, H, K]: the gate before bias and activation; one for all channels where the decay is the head's."""
+        match model.kda.decay:
+            case c.NoDecay():
+                return jnp.full((*x_BTD.shape[:2], self.beta.shape[-1], model.kda.head_dim), CLOSED, x_BTD.dtype)
+            case c.HeadDecay():
+                gate = nn.einsum("btd,dh->bth", x_BTD, self.forget[...])
+                return jnp.broadcast_to(gate[..., None], (*gate.shape, model.kda.head_dim))
+        return nn.einsum("btr,rhk->bthk", nn.einsum("btd,dr->btr", x_BTD, self.forget_in[...]), self.forget_out[...])
+
+    def _slope_and_bias(self, model):
+        """A_log [H] and dt_bias [H, K] of the decay."""
+        heads, K = self.beta.shape[-1], model.kda.head_dim
+        match model.kda.decay:
+            case c.NoDecay():
+                return jnp.zeros(heads), jnp.zeros((heads, K))
+            case c.HeadDecay():
+                return self.A_log[...], jnp.broadcast_to(self.dt_bias[...][:, None], (heads, K))
+        return self.A_log[...], self.dt_bias[...]
+
     def _gated_norm(self, model: c.ModelConfig, o_BTHV: Array, x_BTD: Array) -> Array:
         """Per-head RMSNorm times the output gate: all in float32, cast once (K3 report, eq. 6)."""
         normed = nn.rms_norm(o_BTHV.astype(jnp.float32), self.out_norm[...], model.eps)
         match model.kda.output_gate:
-            case c.FullRankGate():
+            case c.FullRankGate() | c.SwishGate():
                 gate = nn.einsum("btd,dhv->bthv", x_BTD, self.gate[...])
             case c.LowRankGate():
                 narrow = nn.einsum("btd,dr->btr", x_BTD, self.gate_in[...])
                 gate = nn.einsum("btr,rhv->bthv", narrow, self.gate_out[...])
             case c.NoGate():
                 return normed.astype(x_BTD.dtype)
-        return (normed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x_BTD.dtype)
+        activate = jax.nn.silu if isinstance(model.kda.output_gate, c.SwishGate) else jax.nn.sigmoid
+        return (normed * activate(gate.astype(jnp.float32))).astype(x_BTD.dtype)
+
+
+def _recurrence(rule: c.DeltaRule | c.AdditiveRule, in_shards: bool):
+    """The function of a rule, for whole rows or for shards of them."""
+    if isinstance(rule, c.AdditiveRule):
+        c.require(not in_shards, "KDA.rule = AdditiveRule() cannot cut rows: use a layout with context = 1")
+        return linear_attention
+    return partial(kda_context, axis="context") if in_shards else kda
 
 
 def _lower_bound(model: c.ModelConfig) -> float | None:
-    decay = model.kda.decay
-    return decay.lower_bound if isinstance(decay, c.BoundedDecay) else None
+    match model.kda.decay:
+        case c.SoftplusDecay():
+            return None
+        case c.NoDecay():
+            return c.BoundedDecay().lower_bound
+    return model.kda.decay.lower_bound
 
 
 def init_cache(model: c.ModelConfig, batch: int) -> KDACache:

@@ -25,7 +25,8 @@ from k3jax.shapes import PADDING_SEGMENT
 
 
 class DecodeState(NamedTuple):
-    """Cached sequences: per segment and run a stacked cache, and how many tokens each row has, [B] int32."""
+    """Cached sequences: per segment and run a stacked cache, one for each time that the layers are gone through, and
+    how many tokens each row has, [B] int32."""
 
     caches: list[list[Cache]]
     length: Array
@@ -72,7 +73,8 @@ class Transformer(nnx.Module):
 
         Returns:
           the hidden states in the compute dtype (multiply by :meth:`logits`' head for logits), and for each segment a
-          list with one report per run, every leaf with leading axes [repeats, run length]. On a mesh the hidden states
+          list with one report per run, every leaf with leading axes [repeats, run length], and in front of them
+          [loops] where ``model.loops`` is more than one. On a mesh the hidden states
           lie as :data:`k3jax.sharding.TOKENS`, and the balancer's sums are in parts (:func:`k3jax.observe.added_up`).
         """
         segments = layout.plan(model.kinds) if segments is None else segments
@@ -81,11 +83,15 @@ class Transformer(nnx.Module):
 
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
         step = layer_step(model, inputs, observe=observe, capture=capture, on=on)
-        carry, reports = (stream, jnp.zeros_like(stream.sources)), []
-        for segment, layers, closes in zip(segments, self.segments, _closing_flags(model, segments)):
-            carry, outs = run_segment(segment, step, carry, list(zip(layers, closes)))
-            reports.append(outs)
-        stream, final = carry
+
+        def stack(carry, _):
+            reports = []
+            for segment, layers, closes in zip(segments, self.segments, _closing_flags(model, segments)):
+                carry, outs = run_segment(segment, step, carry, list(zip(layers, closes)))
+                reports.append(outs)
+            return carry, reports
+
+        (stream, final), reports = _looped(model, stack, (stream, jnp.zeros_like(stream.sources)), None)
         stream = stream._replace(sources=memory.end(stream.sources, final))
         return self._final(model, stream), reports
 
@@ -106,13 +112,15 @@ class Transformer(nnx.Module):
             layer, closes, cache = x
             return layer.extend(model, stream, closes, cache, new)
 
+        def stack(stream, caches):
+            new = []
+            for segment, layers, closes, cache in zip(segments, self.segments, _closing_flags(model, segments), caches):
+                stream, after = run_segment(segment, layer_fn, stream, list(zip(layers, closes, cache)))
+                new.append(after)
+            return stream, new
+
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
-        caches = []
-        for segment, layers, closes, cache in zip(
-            segments, self.segments, _closing_flags(model, segments), state.caches
-        ):
-            stream, after = run_segment(segment, layer_fn, stream, list(zip(layers, closes, cache)))
-            caches.append(after)
+        stream, caches = _looped(model, stack, stream, state.caches)
         return self._final(model, stream), DecodeState(caches, state.length + lengths)
 
     def logits(self, hidden: Array) -> Array:
@@ -131,6 +139,13 @@ class Transformer(nnx.Module):
             return nn.rms_norm(mixed, self.norm[...], model.eps)
 
 
+def _looped(model: c.ModelConfig, stack, carry, xs):
+    """``carry, y = stack(carry, x)``, once for every time that the layers are gone through."""
+    if model.loops == 1:
+        return stack(carry, xs)
+    return jax.lax.scan(stack, carry, xs, length=model.loops)
+
+
 def _closing_flags(model: c.ModelConfig, segments: tuple[layout.Segment, ...]) -> list[list[Array]]:
     """For every segment and run, [repeats, run length] bool: which layers start a depth block."""
     flags = [[[[False] * run.count for _ in range(s.repeats)] for run in s.runs] for s in segments]
@@ -144,7 +159,8 @@ def init_decode_state(model: c.ModelConfig, batch: int, length: int) -> DecodeSt
 
     def stacked(segment: layout.Segment, run: layout.Run) -> Cache:
         one = kda.init_cache(model, batch) if run.kind.mixer == "kda" else mla.init_cache(model, batch, length)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (segment.repeats, run.count, *x.shape)), one)
+        axes = (segment.repeats, run.count) if model.loops == 1 else (model.loops, segment.repeats, run.count)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes, *x.shape)), one)
 
     caches = [[stacked(segment, run) for run in segment.runs] for segment in layout.plan(model.kinds)]
     return DecodeState(caches, jnp.zeros(batch, jnp.int32))

@@ -1,13 +1,13 @@
 """The optimizer of a run: roles choose the group, the configuration chooses what updates it."""
 
 import collections
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from k3jax.config_optim import AdamW, Muon, Optimizer
+from k3jax.config_optim import AdamW, Muon, Optimizer, Schedule, Tunable
 from k3jax.optim.muon import Orthogonalize, orthogonalize, scale_by_muon
 from k3jax.optim.schedule import make_schedule
 from k3jax.roles import meta_by_path, meta_of
@@ -32,8 +32,13 @@ def build_optimizer(
         the path.
     """
     metas = meta_by_path(meta)
-    rate = make_schedule(config.schedule, total_steps)
-    groups = {name: _group(getattr(config, name), meta, rate, orthogonalize) for name in ("matrices", "router", "rest")}
+
+    def group(name: str) -> optax.GradientTransformation:
+        updater = getattr(config, name)
+        rate = _scale_by_rate(config.schedule, total_steps, updater.lr_scale)
+        return _group(updater, meta, rate, orthogonalize)
+
+    groups = {name: group(name) for name in ("matrices", "router", "rest")}
     by_group = optax.partition(groups, lambda params: _map_meta(params, metas, lambda m: m.role.group))
     if config.clip_norm is None:
         return by_group
@@ -41,12 +46,9 @@ def build_optimizer(
 
 
 def _group(
-    config: Muon | AdamW, meta, rate: optax.Schedule, orthogonalize: Orthogonalize
+    config: Muon | AdamW, meta, rate: optax.GradientTransformation, orthogonalize: Orthogonalize
 ) -> optax.GradientTransformation:
     metas = meta_by_path(meta)
-
-    def scaled_rate(count):
-        return config.lr_scale * rate(count)
 
     def decayed(params):
         return _map_meta(params, metas, lambda m: m.role.decayed)
@@ -59,7 +61,43 @@ def _group(
         case _:
             raise TypeError(f"a group of parameters takes Muon or AdamW, got {config!r}")
     decay = optax.add_decayed_weights(config.weight_decay, decayed)
-    return optax.chain(scale, decay, optax.scale_by_learning_rate(scaled_rate))
+    return optax.chain(scale, decay, rate)
+
+
+class TunableState(NamedTuple):
+    """count: [] int32, updates made. peak: [] float32, the largest rate of the schedule."""
+
+    count: jax.Array
+    peak: jax.Array
+
+
+def _scale_by_rate(config: Schedule, total_steps: int, lr_scale: float) -> optax.GradientTransformation:
+    """Multiplies updates by minus the scheduled rate times ``lr_scale``."""
+    if not isinstance(config, Tunable):
+        rate = make_schedule(config, total_steps)
+        return optax.scale_by_learning_rate(lambda count: lr_scale * rate(count))
+
+    def init(params):
+        del params
+        return TunableState(jnp.zeros((), jnp.int32), jnp.asarray(config.schedule.peak, jnp.float32))
+
+    def update(updates, state, params=None):
+        del params
+        step = -lr_scale * make_schedule(config, total_steps, peak=state.peak)(state.count)
+        updates = jax.tree.map(lambda u: step.astype(u.dtype) * u, updates)
+        return updates, TunableState(optax.safe_increment(state.count), state.peak)
+
+    return optax.GradientTransformation(init, update)
+
+
+def learning_rate(config: Schedule, total_steps: int, opt_state: Any) -> jax.Array:
+    """The rate of the next update of a state of :func:`build_optimizer`: skipped steps are no updates."""
+
+    def first(name: str) -> jax.Array:
+        return optax.tree.get_all_with_path(opt_state, name)[0][1]
+
+    peak = first("peak") if isinstance(config, Tunable) else None
+    return make_schedule(config, total_steps, peak=peak)(first("count"))
 
 
 def _map_meta(tree, metas, fn):

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def orthogonalize(updates: Any, meta: Any, *, config: Muon) -> Any:
     Args:
       updates: tree of arrays; masked-out nodes are left alone.
       meta: tree of ParamMeta that covers the arrays.
-      config: names the schedule, the scale `config.rms * sqrt(max(rows, cols))` of a block, and so on.
+      config: names the schedule, the scale of a block (`config.rms * sqrt(max(rows, cols))`), and so on.
 
     Returns:
       The tree, float32.
@@ -120,7 +119,7 @@ def _orthogonalize_stack(arrays: list[jax.Array], layouts: list[BlockLayout], co
     """Orthogonalizes arrays whose blocks have one shape, in one batch."""
     stack = jnp.concatenate([layout.split(x) for x, layout in zip(arrays, layouts)])
     stack = newton_schulz(stack, schedule=config.newton_schulz, dtype=config.dtype, eps=config.eps)
-    stack = config.rms * math.sqrt(layouts[0].long) * stack
+    stack = config.scale(layouts[0].long) * stack
     ends = list(itertools.accumulate(layout.count for layout in layouts))
     return [layout.merge(part) for layout, part in zip(layouts, jnp.split(stack, ends[:-1]))]
 

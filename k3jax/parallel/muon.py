@@ -163,7 +163,7 @@ def _orthogonalize_stack(parts: list[Array], stack: Stack, config: Muon) -> list
 
     def piece(x):
         whole = newton_schulz(_gather(x, stack), schedule=config.newton_schulz, dtype=config.dtype, eps=config.eps)
-        return _scatter((config.rms * math.sqrt(stack.shape[1]) * whole).astype(config.dtype), stack)
+        return _scatter((config.scale(stack.shape[1]) * whole).astype(config.dtype), stack)
 
     x = piece(x[0]) if stack.pieces == 1 else lax.map(piece, x).reshape(stack.padded, *stack.part)
     ends = itertools.accumulate(len(part) for part in parts)
