@@ -1,0 +1,58 @@
+"""Every variant of every study is a train step that can be lowered."""
+
+from typing import Any
+
+import pytest
+
+from experiments.study import Study, changed, studies
+from k3jax import config_io, presets, step
+from k3jax.config_optim import Tunable
+from k3jax.run_config import TrainConfig
+
+
+def small(config: TrainConfig) -> TrainConfig:
+    """The same parts in a step of few tokens, on data that needs no reading."""
+    data = presets.tiny().data
+    vocab = {"model.vocab": max(config.model.vocab, 258)}
+    return step.program(changed(config, {"batch": 2, "seq_len": 32, "loss_chunk": 32, "data": data, **vocab}))
+
+
+def parts(value: Any) -> Any:
+    """What of a configuration decides which code is traced: types and choices, and of numbers whether they are one."""
+    if isinstance(value, dict):
+        return tuple((key, parts(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return len(value) > 1
+    return value if value is None or isinstance(value, (str, bool)) else min(value, 2)
+
+
+def distinct(every: dict[str, Study]) -> dict[Any, tuple[str, TrainConfig]]:
+    """One configuration for each set of parts, by the layers' kinds and those parts."""
+    found: dict[Any, tuple[str, TrainConfig]] = {}
+    for study in every.values():
+        rung = next(name for name, rung in study.rungs.items() if not rung.planned)
+        for variant in study.variants:
+            config = small(study.config(rung, variant))
+            kinds = frozenset(config.model.kinds)
+            found.setdefault((kinds, parts(config_io.to_dict(config))), (f"{study.name} {variant}", config))
+    return found
+
+
+def test_one_step_of_every_variant_lowers():
+    every = studies()
+    for name, config in distinct(every).values():
+        assert step.lower_train_step(config).as_text("stablehlo"), name
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_rung_and_variant_resolves(name):
+    """Published sizes too, whose layouts and rates are their own."""
+    study = studies()[name]
+    for rung in study.rungs.values():
+        assert rung.planned or isinstance(rung.config.optimizer.schedule, Tunable)
+    for rung in study.rungs:
+        for variant in study.variants:
+            assert study.config(rung, variant, seed=1).seed == 1
+    if len(study.rates) > 1:
+        assert list(study.rates) == sorted(set(study.rates))
+    assert {name for published in study.published for name in published.numbers} - set(study.variants) <= {"15to1"}
