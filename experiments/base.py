@@ -60,7 +60,7 @@ def task_run(
 
 
 def text_run(
-    *, layers: int = 4, steps: int = 300, seq_len: int = 256, batch: int = 8, moe: bool = False, dim: int = 64
+    *, layers: int = 4, steps: int = 300, seq_len: int = 256, batch: int = 4, moe: bool = False, dim: int = 64
 ) -> TrainConfig:
     """Bytes of the Python standard library, three KDA layers to one of MLA."""
     attention = c.every_fourth(layers)

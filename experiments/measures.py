@@ -40,8 +40,8 @@ def measures(folder: pathlib.Path) -> dict[str, float]:
     bits = read_json(folder / "summary.json").get("bits_per_byte")
     found |= {} if bits is None else {"bits_per_byte": bits}
     found |= _balance(train, tenth)
-    logits = [max(line["max_attention_logit"]) for line in train if line.get("max_attention_logit")]
-    found |= {"max_logit": float(np.max(logits))} if logits else {}
+    logits = [line["max_attention_logit"] for line in train if line.get("max_attention_logit")]
+    found |= {"max_logit": float(np.nanmax(np.array(logits, float)))} if logits else {}
     found["skipped"] = float(sum(line.get("event") == "skipped" for line in lines))
     found |= read_json(folder / "more.json")
     return found | _accuracy(read_json(folder / "evaluation.json").get("tasks", []))

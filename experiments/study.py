@@ -92,7 +92,7 @@ class Study:
     rates: tuple[float, ...]
     metric: Metric
     rule: str
-    seeds: int = 3
+    seeds: int = 5
     shown: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
     examples: int = 64

@@ -51,7 +51,7 @@ def test_round_trip_through_json(config, tmp_path):
 def test_only_unions_are_tagged():
     assert to_dict(TOY)["inner"] == {"rate": 1.0}
     assert to_dict(TOY)["choice"] == {"type": "Inner", "rate": 2.0}
-    assert to_dict(TINY)["model"]["residual"] == {"type": "BlockAttnRes", "block": 3}
+    assert to_dict(TINY)["model"]["kda"]["decay"] == {"type": "BoundedDecay", "lower_bound": -5.0}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ STUDY = Study(
     },
     control="kda",
     rates=(1e-2, 3e-2),
-    seeds=3,
     metric=Metric("accuracy", "higher"),
     rule="Reproduced if KDA is at least as good as Gated DeltaNet on all three tasks (no interval of the difference "
     "lies above zero) and decay by head without the delta rule stays behind KDA on recall by more than its interval.",

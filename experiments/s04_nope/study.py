@@ -12,7 +12,6 @@ STUDY = Study(
     variants={"nope": {}, "rope": {"model.mla.position": c.RoPE()}},
     control="nope",
     rates=(5e-3, 1e-2, 2e-2),
-    seeds=5,
     metric=Metric("long_bits_per_byte", "lower"),
     rule="NoPE carries further if RoPE is worse at four times the length by more than its interval, while they are "
     "alike at the length of training.",

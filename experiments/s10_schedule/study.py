@@ -16,7 +16,6 @@ STUDY = Study(
     },
     control="cosine",
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
-    seeds=5,
     metric=Metric("bits_per_byte", "lower"),
     rule="One is better if the other is worse by more than its interval, each at its best rate.",
 )
