@@ -199,4 +199,4 @@ def load(name: str) -> tuple[Study, pathlib.Path]:
 
 def _known(what: str, name: str, options: Mapping[str, Any], where: str) -> None:
     near = config_io.did_you_mean(name, options)
-    require(name in options, f"{where}: there is no {what} {name!r}{near} ({what}s: {', '.join(options)})")
+    require(name in options, f"{where}: there is no {what} {name!r}{near} (there are: {', '.join(options)})")

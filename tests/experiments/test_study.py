@@ -74,7 +74,7 @@ def test_asking_for_what_is_not_there(study):
         groups(study, ["published"], [])
     assert groups(study, [], []) == [("small", "control"), ("small", "swiglu")]
     assert ("published", "swiglu") in groups(study, [], [], planned=True)
-    with pytest.raises(c.ConfigError, match="there is no study 's01_kda_ancestor'"):
+    with pytest.raises(c.ConfigError, match="there is no study 's01_kda_ancestor_'"):
         load("s01_kda_ancestor_")
 
 
