@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from experiments.study import Study, changed, studies
-from k3jax import config_io, presets, step
+from k3jax import config_io, presets, runtime, step
 from k3jax.config_optim import Tunable
 from k3jax.run_config import TrainConfig
 
@@ -41,7 +41,9 @@ def distinct(every: dict[str, Study]) -> dict[Any, tuple[str, TrainConfig]]:
 def test_one_step_of_every_variant_lowers():
     every = studies()
     for name, config in distinct(every).values():
-        assert step.lower_train_step(config).as_text("stablehlo"), name
+        with runtime.collection_paused():
+            outputs = step.lower_train_step(config).out_info
+        assert outputs[1].loss.shape == (), name
 
 
 @pytest.mark.parametrize("name", studies())
