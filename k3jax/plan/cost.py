@@ -53,7 +53,7 @@ def unknown_kernels(program: Program, chip: Chip) -> list[str]:
     """Names of the kernels of which no time is known."""
     kernels = (one for one, _, _ in program.executed() if one.opcode == "custom-call")
     names = {
-        re.sub(r"[.\d]+$", "", one.name)
+        re.sub(r"\.\d.*", "", one.name)
         for one in kernels
         if '"tpu_custom_call"' in one.attributes and not _kernel(one, chip)
     }
