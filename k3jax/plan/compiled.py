@@ -1,6 +1,5 @@
 """The real train step, compiled for devices that are not here, and what the compiler's own numbers say of it."""
 
-import dataclasses
 import math
 import time
 from typing import Any
@@ -15,7 +14,8 @@ from k3jax.config_layout import Layout
 from k3jax.plan import chips, cost, hlo
 from k3jax.plan.chips import Topology
 from k3jax.plan.needs import Memory, Times
-from k3jax.plan.remedies import Remedy, remedies
+from k3jax.plan.plans import Compiled, Plan, check_devices
+from k3jax.plan.remedies import remedies
 from k3jax.run_config import TrainConfig
 
 
@@ -23,8 +23,10 @@ def devices_of(topology: Topology) -> list[Any]:
     """The devices of a described TPU.
 
     Raises:
-      ConfigError: there is no TPU compiler here, or it refuses the topology.
+      ConfigError: there is no TPU compiler here, it refuses the topology, or the topology is none of TPUs.
     """
+    if not topology.is_tpu:
+        raise ConfigError(f"--topology={topology.name}: steps are compiled for TPUs only; --no-compile plans GPUs too")
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
     except Exception as error:
@@ -35,15 +37,6 @@ def devices_of(topology: Topology) -> list[Any]:
     if len(found) != topology.devices:
         raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
     return found
-
-
-def check_devices(layout: Layout, topology: Topology) -> None:
-    """Raises ConfigError when the layout is not for as many devices."""
-    if layout.devices != topology.devices:
-        raise ConfigError(
-            f"the layout is for {' x '.join(f'{n} {s}' for n, s in layout.sizes.items() if s > 1) or 1} = "
-            f"{layout.devices} devices, but {topology.name} has {topology.devices}"
-        )
 
 
 def lower(config: TrainConfig, layout: Layout, devices: list[Any]) -> jax.stages.Lowered:
@@ -86,33 +79,32 @@ def times_of(
     return Times(fused, kernels, communication, exposed, ideal)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is known of a layout before a device has been seen. remedies: what would make it fit, if it does not."""
-
-    topology: Topology
-    layout: Layout
-    memory: Memory
-    times: Times
-    sent: list[hlo.Collective]
-    unknown: list[str]
-    remedies: list[Remedy]
-    lower_seconds: float
-    compile_seconds: float
+def _compile(lowered: jax.stages.Lowered, topology: Topology) -> jax.stages.Compiled:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = " ".join(line for line in str(error).splitlines() if "hbm" in line.lower())[:300]
+        raise ConfigError(
+            f"the compiler finds no way to fit the step on {topology.name}: {reason}; --no-compile says what is "
+            "largest, and what would make it fit"
+        ) from error
 
 
 def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
     """Lowers and compiles the train step for the topology, and reads the program.
 
     Raises:
-      ConfigError: the layout does not fit the model, the batch or the devices; or there is no TPU compiler.
+      ConfigError: the layout does not fit the model, the batch or the devices, or the step the memory; or there is no
+        TPU compiler.
     """
     check_devices(layout, topology)
     devices = devices_of(topology)
     start = time.perf_counter()
     lowered = lower(config, layout, devices)
     middle = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = _compile(lowered, topology)
     end = time.perf_counter()
     program = hlo.Program.parse(compiled.as_text())
     sent = hlo.collectives(program, layout.sizes)
@@ -124,8 +116,6 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
         needs,
         times_of(config, topology, program, sent, places),
         sent,
-        cost.unknown_kernels(program, topology.chip),
         [] if needs.fits else remedies(config, layout, needs),
-        middle - start,
-        end - middle,
+        Compiled(cost.unknown_kernels(program, topology.chip), middle - start, end - middle),
     )

@@ -9,28 +9,32 @@ from matplotlib.figure import Figure
 from k3jax import layouts, run_folder
 from k3jax.config import ModelConfig
 from k3jax.plan import hlo
-from k3jax.plan.compiled import Plan
+from k3jax.plan.plans import Arithmetic, Plan
 
 GB = 1e9
 
 
 def text(plan: Plan) -> str:
     """The tables of a plan."""
-    return "\n".join([*_memory(plan), "", *_collectives(plan), "", *_times(plan)])
+    head = ["BY ARITHMETIC: nothing was compiled", ""] if isinstance(plan.made, Arithmetic) else []
+    return "\n".join([*head, *_memory(plan), "", *_collectives(plan), "", *_times(plan)])
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    memory = plan.memory
+    memory, made = plan.memory, plan.made
     yield f"HBM per device, of {memory.hbm / GB:.1f} GB on {plan.topology.name}"
+    rest = "what remains of the compiled program: one layer's working set, gathered weights, loss"
     sources = {
         "parameters": "shapes and shardings, float32",
         "optimizer": "shapes and shardings",
         "gradients": "float32, lying like the parameters",
         "saved": "what layers keep for the backward pass, by shapes",
-        "other": "what remains of the compiled program: one layer's working set, gathered weights, loss",
+        "other": f"the rest at the peak, {made.peak}" if isinstance(made, Arithmetic) else rest,
     }
     for name, source in sources.items():
         yield f"  {name:12}{getattr(memory, name) / GB:8.2f} GB   {source}"
+    if isinstance(made, Arithmetic):
+        yield from (f"    {one.amount / GB:8.2f} GB   {one.name}: {one.source}" for one in made.memory)
     share = memory.total / memory.hbm
     verdict = "fits" if memory.fits else "does not fit"
     yield f"  {'total':12}{memory.total / GB:8.2f} GB   {share:.0%} of the device: {verdict}"
@@ -41,53 +45,79 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
+    by_shapes = isinstance(plan.made, Arithmetic)
+    last = "for" if by_shapes else "asynchronous"
     yield "communication of one device and step"
-    yield f"  {'what':20}{'axes':26}{'instructions':>13}{'executed':>10}{'payload GB':>12}{'sent GB':>10}  asynchronous"
+    yield f"  {'what':20}{'axes':26}{'instructions':>13}{'executed':>10}{'payload GB':>12}{'sent GB':>10}  {last}"
     for (kind, axes), row in hlo.summary(plan.sent).items():
         hidden = row["asynchronous"] / row["payload"] if row["payload"] else 0
+        what = dict.fromkeys(one.op_name for one in plan.sent if (one.kind, one.axes) == (kind, axes))
+        last = "; ".join(what) if by_shapes else f"{hidden:.0%}"
         yield (
             f"  {kind:20}{' x '.join(axes) or 'irregular':26}{row['static']:>13,}{row['executed']:>10,}"
-            f"{row['payload'] / GB:>12.3f}{row['sent'] / GB:>10.3f}  {hidden:.0%}"
+            f"{row['payload'] / GB:>12.3f}{row['sent'] / GB:>10.3f}  {last}"
         )
 
 
 def _times(plan: Plan) -> Iterator[str]:
-    times = plan.times
+    times, made = plan.times, plan.made
+    by_shapes = isinstance(made, Arithmetic)
     yield "predicted step"
+    compiled = "the compiler's estimated cycles over the clock"
     rows = {
-        "fused operations": (times.fused, "the compiler's estimated cycles over the clock"),
+        "fused operations": (
+            times.fused,
+            "operations and bytes over what the device can do" if by_shapes else compiled,
+        ),
         "kernels": (times.kernels, "counted cycles of KDA, operations of grouped matmuls over the peak"),
-        "exposed communication": (times.exposed, f"of {times.communication:.3f} s by link bandwidth"),
+        "exposed communication": (times.exposed, _of_communication(plan)),
         "step": (times.step, f"bound by {times.binding}"),
     }
     for name, (seconds, source) in rows.items():
         yield f"  {name:24}{seconds:9.3f} s   {source}"
     yield f"  {'model FLOP utilisation':24}{times.mfu:9.1%}     at most: stalls, host and network latency are not in it"
-    if plan.unknown:
-        yield f"  not in it either: the kernels {', '.join(plan.unknown)}"
-    yield f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
+    if by_shapes:
+        yield "  in parts"
+        yield from (f"    {one.amount:9.3f} s   {one.name}: {one.source}" for one in made.times)
+        yield f"computed in {made.seconds:.1f} s"
+        return
+    if made.unknown:
+        yield f"  not in it either: the kernels {', '.join(made.unknown)}"
+    yield f"lowered in {made.lower_seconds:.0f} s, compiled in {made.compile_seconds:.0f} s"
+
+
+def _of_communication(plan: Plan) -> str:
+    if isinstance(plan.made, Arithmetic):
+        return "all of it, by link bandwidth: what hides behind computation only a schedule says"
+    return f"of {plan.times.communication:.3f} s by link bandwidth"
 
 
 def as_json(plan: Plan, model: ModelConfig, config: str) -> dict:
     """Everything that the tables show, for other programs. config: the name that the plan was made for."""
-    times, memory = plan.times, plan.memory
+    times, memory, made = plan.times, plan.memory, plan.made
     sent = [
         {"kind": kind, "axes": list(axes), **row} for (kind, axes), row in hlo.summary(plan.sent).items()
     ]  # fmt: skip
-    return {
+    found = {
         "config": config,
         "topology": plan.topology.name,
         "layout": layouts.text(plan.layout),
         "layers": model.layers,
+        "made": type(made).__name__.lower(),
         "memory": {**vars(memory), "total": memory.total, "fits": memory.fits},
         "collectives": sent,
         "seconds": {**vars(times), "step": times.step},
         "mfu": times.mfu,
         "binding": times.binding,
-        "unknown_kernels": plan.unknown,
         "remedies": [one._asdict() for one in plan.remedies],
-        "lower_seconds": plan.lower_seconds,
-        "compile_seconds": plan.compile_seconds,
+    }
+    if isinstance(made, Arithmetic):
+        terms = {"memory_terms": made.memory, "time_terms": made.times}
+        return found | {"peak": made.peak} | {name: [one._asdict() for one in part] for name, part in terms.items()}
+    return found | {
+        "unknown_kernels": made.unknown,
+        "lower_seconds": made.lower_seconds,
+        "compile_seconds": made.compile_seconds,
     }
 
 
@@ -101,7 +131,7 @@ def write(plan: Plan, model: ModelConfig, config: str, folder: pathlib.Path) -> 
 
 def figure(plan: Plan) -> Figure:
     """Memory and time as stacked bars."""
-    drawn = Figure(figsize=(9, 3.2), layout="constrained")
+    drawn = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = drawn.subplots(1, 2)
     memory, times = plan.memory, plan.times
     _bar(left, {n: getattr(memory, n) / GB for n in ("parameters", "optimizer", "gradients", "saved", "other")})
@@ -112,8 +142,9 @@ def figure(plan: Plan) -> Figure:
     right.set_xlabel("predicted step, s")
     for axes in (left, right):
         axes.set_yticks([])
-        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, frameon=False)
-    drawn.suptitle(f"{plan.topology.name}  {layouts.text(plan.layout)}", fontsize="medium")
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2, frameon=False)
+    how = ", by arithmetic" if isinstance(plan.made, Arithmetic) else ""
+    drawn.suptitle(f"{plan.topology.name}  {layouts.text(plan.layout)}{how}", fontsize="small")
     return drawn
 
 
