@@ -253,7 +253,7 @@ def counted_by_every_tensor_rank(x, _real=sharding.partial):
     ("owner", "name", "broken"),
     [
         (balancing.sharding, "partial", counted_by_every_tensor_rank),
-        (balancing.sharding, "PARTIAL", sharding.ROWS),
+        (balancing.sharding, "TOKEN_AXES", sharding.BATCH_AXES),
     ],
     ids=["tensor ranks counted twice", "an axis left out"],
 )
