@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 
@@ -14,6 +15,7 @@ from launch import local, preflight, render
 from launch.local import Group
 from launch.spec import RunSpec, Study, Train
 
+ROOT = pathlib.Path(__file__).parent.parent.parent
 # Each start of each process leaves a line in `starts`; all wait until both are up, with their traps set.
 HEAD = """cd "$0"; n=${@: -1}; echo "$@" >> starts; %s
 touch ready$n; until [[ -e ready0 && -e ready1 ]]; do sleep 0.01; done
@@ -137,3 +139,18 @@ def test_a_preflight_is_a_job_of_its_own():
         assert "--preflight_only" not in render.ENGINES[engine](spec).text
     with pytest.raises(ConfigError, match="is a study"):
         preflight.preflight_of(RunSpec("ratio", Study("e02_ratio"), "cpu:1x1", 1, 1, "", "runs"))
+
+
+def test_a_run_that_was_killed_ends_like_one_left_alone(tmp_path, monkeypatch):
+    """Real processes that wait for each other in a collective. `kill_local.py` does the same with training runs."""
+    monkeypatch.setattr(local, "PATIENCE", 10.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    for name, dies in (("whole", 0), ("killed", 3)):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, str(ROOT / "tests/launch/adding_up.py"), str(tmp_path / name), "8", str(dies)]
+        assert local.run(Group(command, tmp_path / name / "logs", processes=2, retries=1)) == 0
+    log = (tmp_path / "killed" / "logs" / "0.log").read_text()
+    assert "begins after step 0" in log and ("begins after step 3" in log or "begins after step 4" in log)
+    for step in range(1, 9):
+        assert (tmp_path / "whole" / f"{step}.npy").read_bytes() == (tmp_path / "killed" / f"{step}.npy").read_bytes()
