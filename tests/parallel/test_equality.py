@@ -1,7 +1,7 @@
-"""Every layout gives the loss, the gradients, the router bias and the Muon step of one device.
+"""Every layout gives the loss, the gradients, the optimizer step and the numbers by layer of one device.
 
-The smallest model with every part in it, rows of packed documents that cross all borders, and decays so weak that what
-one shard leaves behind matters in all later ones. Everything is float32.
+Compilation is what takes time here: one layer does for most layouts, with the mixer and the feed-forward part that the
+layout says most about, and the recurrence is token by token. Two layouts see three layers.
 """
 
 import functools
@@ -11,206 +11,153 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_run
 
 from k3jax import config as c
-from k3jax import layouts, observe, placement, sharding, step
-from k3jax.config_data import StdlibCorpus
-from k3jax.config_optim import Cosine, Optimizer, QKClip
+from k3jax import layouts, observe, placement, runtime, sharding, step
 from k3jax.data import Batch
 from k3jax.model import balancing
 from k3jax.parallel import context
 from k3jax.plan import hlo
 from k3jax.roles import path_name
-from k3jax.run_config import TrainConfig
 from pallas_kernels.kda import api
 
-B, T = 8, 32
+COUNTED = c.QuantileBalancing(bins=50)
+CONFIGS = {
+    "kda": small_run.run_of(1, (), experts=None),
+    "kda, experts": small_run.run_of(1, (), experts=c.AuxLoss(weight=1.0)),
+    "mla, experts": small_run.run_of(1, (1,), experts=COUNTED),
+    # A scan over two dense layers of KDA, then MLA with experts; two closed blocks and the running sum.
+    "deep": small_run.run_of(3, (3,), conv=3, experts=COUNTED, dense_layers=2),
+}
+# The same arithmetic in another order: what these give is compared with the one named behind them.
+VARIANTS = {
+    "kda, some kept": (c.replace(CONFIGS["kda"], model=c.replace(CONFIGS["kda"].model, remat=c.Save())), "kda"),
+    "mla, micro-batches": (c.replace(CONFIGS["mla, experts"], micro_batches=2), "mla, experts"),
+}
 
-# Compilation is what takes time here. So one layer has to do for a layout, with the mixer that it says most about, and
-# all of a step is compiled for the first few only.
-WHOLE_STEPS = """
-data=2,fsdp=2,tensor=2,optimizer=('data',)
-expert=2,context=2,tensor=2,transport=Balanced
-""".split()
-
-KDA_LAYERS = """
-fsdp=8
-expert=8
-context=8
-data=2,tensor=4
-data=4,context=2
-context=2,tensor=4
-context=4,tensor=2
-fsdp=2,context=4
-fsdp=4,tensor=2
-data=2,context=2,tensor=2
-fsdp=2,context=2,tensor=2
-expert=2,context=4
-expert=2,context=2,tensor=2
-""".split()
-
-MLA_LAYERS = """
-data=8
-expert=8,transport=RaggedAllToAll
-expert=8,transport=Balanced
-data=2,expert=4,transport=RaggedAllToAll
-fsdp=2,expert=4
-fsdp=2,expert=4,transport=Balanced
-expert=4,tensor=2,transport=Balanced
-fsdp=4,context=2,mla=Zigzag
-context=4,tensor=2,mla=Zigzag
-fsdp=2,expert=2,tensor=2,dense=('expert',)
-data=2,expert=2,context=2,transport=RaggedAllToAll
-""".split()
-
-
-def small(full_attention: tuple[int, ...], layers: int) -> TrainConfig:
-    model = c.ModelConfig(
-        vocab=264,
-        dim=16,
-        layers=layers,
-        full_attention=full_attention,
-        kda=c.KDA(heads=4, head_dim=8, forget_rank=4, conv=3),
-        mla=c.MLA(heads=4, q_rank=8, kv_rank=8, nope_dim=8, shared_dim=4, v_dim=8),
-        dense_width=24,
-        dense_layers=0,
-        moe=c.MoE(experts=16, active=2, width=8, shared=1, latent=c.Latent(8), balancer=c.QuantileBalancing(bins=50)),
-        residual=c.BlockAttnRes(1),
-        init_std=0.2,
-        dtype="float32",
-        remat="full" if layers == 2 else "none",
-    )
-    optimizer = Optimizer(schedule=Cosine(peak=0.1, warmup=0.0), qk_clip=QKClip(threshold=0.2))
-    return TrainConfig(
-        model=model, optimizer=optimizer, data=StdlibCorpus(), seq_len=T, batch=B, steps=4, loss_chunk=16
-    )
-
-
-def balanced_by(config: TrainConfig, balancer: c.Balancer) -> TrainConfig:
-    return c.replace(config, model=c.replace(config.model, moe=c.replace(config.model.moe, balancer=balancer)))
-
-
-CONFIGS = {"kda": small((), 1), "mla": small((1,), 1), "both": small((2,), 2)}
-CONFIGS["micro-batches"] = c.replace(balanced_by(CONFIGS["mla"], c.ExactQuantileBalancing()), micro_batches=2)
-CONFIGS["auxiliary loss"] = balanced_by(CONFIGS["mla"], c.AuxLoss(weight=1.0))
+CASES = """
+kda: fsdp=8
+kda: context=8
+kda: data=2,tensor=4
+kda: data=4,context=2
+kda: context=2,tensor=4
+kda: fsdp=2,context=4
+kda: fsdp=4,tensor=2
+kda: data=2,fsdp=2,tensor=2,optimizer=('data',)
+kda, some kept: fsdp=2,context=2,tensor=2
+kda, experts: expert=8
+kda, experts: expert=2,context=4
+kda, experts: data=2,context=2,tensor=2
+kda, experts: expert=2,context=2,tensor=2
+mla, experts: data=8
+mla, experts: expert=8,transport=RaggedAllToAll
+mla, experts: expert=8,transport=Balanced
+mla, experts: data=2,expert=4,transport=RaggedAllToAll
+mla, experts: fsdp=2,expert=4
+mla, experts: fsdp=2,expert=4,transport=Balanced
+mla, experts: expert=4,tensor=2,transport=Balanced
+mla, experts: fsdp=4,context=2,mla=Zigzag
+mla, experts: context=4,tensor=2,mla=Zigzag
+mla, micro-batches: data=2,expert=2,context=2,transport=RaggedAllToAll
+deep: fsdp=2,expert=2,tensor=2,dense=('expert',),optimizer=('fsdp',),transport=RaggedAllToAll
+deep: expert=2,context=2,tensor=2,transport=Balanced,mla=Zigzag
+""".strip().splitlines()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def token_by_token():
     """The recurrence in its smallest form, on shards of any length: it compiles in half the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "SHORT", T)
+        patch.setattr(api, "SHORT", small_run.T)
         yield
 
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """Documents of 1 to 32 tokens that end anywhere, and padding at the end of some rows."""
-    rng = np.random.default_rng(0)
-    lengths = [[32], [5, 11, 9, 4], [1, 2, 3, 20, 6], [13, 19], [7], [3, 3, 3, 3, 3, 3], [31, 1], [16, 16]]
-    segments = np.full((B, T), -1, np.int32)
-    for row, documents in enumerate(lengths):
-        ids = np.repeat(np.arange(len(documents)), documents)
-        segments[row, : len(ids)] = ids
-    tokens, targets = rng.integers(0, 264, (2, B, T), dtype=np.int32)
-    return Batch(tokens, targets, segments, (segments >= 0).astype(np.float32))
-
-
-@functools.cache
-def state_of(name: str):
-    """Noise on every array, so that all of them take part, and decays of a few percent a token."""
-    state, rng = step.init_state(CONFIGS[name]), np.random.default_rng(1)
-
-    def shake(path, x):
-        weak = path_name(path).endswith("dt_bias")
-        return jnp.asarray((-4.0 if weak else np.asarray(x)) + 0.1 * rng.standard_normal(x.shape), jnp.float32)
-
-    return state._replace(weights=jax.tree_util.tree_map_with_path(shake, state.weights))
-
-
-def gradients(config, on, state, batch):
-    """Loss, gradients, the router bias after the step, and the loads of experts."""
-    grads, objective, _, reports = step._gradients(config, state, batch, on)
-    router, _ = step._update_router(config.model, state, reports)
-    return objective, grads, router, [report.balance.load for segment in reports for report in segment]
+    return small_run.batch()
 
 
 def whole_step(config, on, state, batch):
-    """The same, how far the weights move, and the numbers by layer."""
+    """Loss, gradients, the weights after the step, and the numbers by layer."""
     grads, objective, _, reports = step._gradients(config, state, batch, on)
     (after, *_), _ = step._apply(config, on, state, grads, reports)
-    moved = jax.tree.map(lambda new, old: new - old, after.params, state.weights.params)
     layers = observe.layer_metrics(reports, router_before=state.weights.router, router_after=after.router)
-    return objective, grads, after.router, layers["load"], moved, layers
+    return objective, grads, after, layers
 
 
-def on_mesh(fn, name, text, batch):
+def on_mesh(fn, config, text, batch):
     """What ``fn`` gives on eight devices."""
-    config, state = CONFIGS[name], state_of(name)
     layout = layouts.load(text)
     mesh = placement.make_mesh(layout.sizes)
-    placed = placement.put(state, placement.state_shardings(config, mesh, layout))
-    with jax.set_mesh(mesh):
+    placed = placement.put(small_run.state_of(config), placement.state_shardings(config, mesh, layout))
+    with jax.set_mesh(mesh), runtime.collection_paused():
         return jax.device_get(jax.jit(partial(fn, config, layout))(placed, placement.put_batch(batch, mesh, 0, 1)))
 
 
-@pytest.fixture(scope="module")
-def alone(batch):
-    """What a function gives on one device."""
-
-    @functools.cache
-    def of(fn, name):
-        return jax.device_get(jax.jit(partial(fn, CONFIGS[name], layouts.Layout()))(state_of(name), batch))
-
-    return of
+@functools.cache
+def alone(name):
+    """What a step gives on one device."""
+    config = CONFIGS[name]
+    with runtime.collection_paused():
+        step_of = jax.jit(partial(whole_step, config, layouts.Layout()))
+        return jax.device_get(step_of(small_run.state_of(config), small_run.batch()))
 
 
 def assert_trees_close(got, want, tolerance):
     """Relative RMS of every array. Arrays of zeros (a depth mixture of one source has no gradient) are zero in both."""
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         scale = np.sqrt(np.mean(np.square(b)))
         error = np.sqrt(np.mean(np.square(a - b)))
         assert error <= tolerance * scale, f"{path_name(path)}: relative RMS {error / scale:.1e}"
 
 
-def assert_same_gradients(got, want):
-    assert got[0] == pytest.approx(want[0], rel=1e-5)
-    assert_trees_close(got[1], want[1], 1e-4)
-    for a, b in zip(jax.tree.leaves(got[2:4]), jax.tree.leaves(want[2:4])):
+@pytest.mark.parametrize("case", CASES)
+def test_a_layout_changes_no_step(batch, case):
+    name, text = case.split(": ")
+    config, like = VARIANTS.get(name) or (CONFIGS[name], name)
+    loss, grads, after, layers = on_mesh(whole_step, config, text, batch)
+    expected = alone(like)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert_trees_close(grads, expected[1], 1e-4)
+    before = jax.device_get(small_run.state_of(config).weights)
+    moved, expected_moves = (
+        jax.tree.map(np.subtract, weights.params, before.params) for weights in (after, expected[2])
+    )
+    assert_trees_close(moved, expected_moves, 1e-3)
+    for a, b in zip(jax.tree.leaves(after.router), jax.tree.leaves(expected[2].router), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert layers.keys() == expected[3].keys()
+    for field, value in layers.items():
+        np.testing.assert_allclose(value, expected[3][field], rtol=1e-3, atol=1e-5, err_msg=field)
 
 
-LAYERS = [("kda", text) for text in KDA_LAYERS] + [("mla", text) for text in MLA_LAYERS]
-LAYERS += [("micro-batches", "fsdp=2,context=2,tensor=2"), ("auxiliary loss", "expert=2,context=2,tensor=2")]
-
-
-@pytest.mark.parametrize(("name", "text"), LAYERS)
-def test_a_layout_changes_no_gradient(batch, alone, name, text):
-    assert_same_gradients(on_mesh(gradients, name, text, batch), alone(gradients, name))
-
-
-@pytest.mark.parametrize("text", WHOLE_STEPS)
-def test_a_layout_changes_no_step(batch, alone, text):
-    got, want = on_mesh(whole_step, "both", text, batch), alone(whole_step, "both")
-    assert_same_gradients(got, want)
-    assert_trees_close(got[4], want[4], 1e-3)
-    for name, value in got[5].items():
-        np.testing.assert_allclose(value, want[5][name], rtol=1e-3, atol=1e-5, err_msg=name)
+def test_the_cases_are_what_they_say():
+    """Everything moves that may move: experts get different loads, heads are clipped, every matrix takes a step."""
+    loss, grads, _, layers = alone("deep")
+    assert len(layers["load"]) == 1 and np.ptp(layers["load"]) > 0 and np.any(layers["bias_drift"])
+    assert (layers["max_logit"] > small_run.CLIP.threshold).all()
+    assert np.isfinite(loss) and all(np.any(x) for x in jax.tree.leaves(grads["segments"][0][1]))
+    assert len({text.split(": ")[1] for text in CASES}) >= 24
 
 
 def loss_and_load(config, on, state, batch):
-    objective, (_, reports) = step.loss_fn(*state.weights, config, batch, jnp.float32(64), on=on)
+    objective, (_, reports) = step.loss_fn(*state.weights, config, batch, batch.weights_BT.sum(), on=on)
     reports = observe.added_up(reports)
-    after, _ = step._update_router(config.model, state, reports)
-    return objective, [report.balance.load for segment in reports for report in segment], after
+    return objective, [report.balance.load for segment in reports for report in segment if report.balance is not None]
 
 
 def test_all_layers_balance_by_one_integer_all_reduce():
     """Over all axes, each of which holds tokens of its own."""
-    config, layout = CONFIGS["both"], layouts.load("data=2,expert=2,tensor=2")
+    config, layout = small_run.run_of(2, (2,), experts=COUNTED), layouts.load("data=2,expert=2,tensor=2")
     mesh = placement.make_mesh(layout.sizes)
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(partial(loss_and_load, config, layout)).lower(*placement.abstract(config, mesh, layout))
+
+    def balanced(state, batch):
+        _, (_, reports) = step.loss_fn(*state.weights, config, batch, jnp.float32(64), on=layout)
+        return step._update_router(config.model, state, observe.added_up(reports))
+
+    with jax.set_mesh(mesh), runtime.collection_paused():
+        lowered = jax.jit(balanced).lower(*placement.abstract(config, mesh, layout))
     program = hlo.Program.parse(lowered.compile().as_text())
     counts = [(one, times) for one, _, times in program.executed() if one.opcode.startswith("all-reduce")]
     ((one, times),) = [(one, times) for one, times in counts if one.shapes[0][0] == "s32"]
@@ -238,11 +185,11 @@ def without_tokens_before(*args, _real=context._left_tails, **kwargs):
     ],
     ids=["no incoming state", "no M", "no halo"],
 )
-def test_the_suite_would_notice_what_a_shard_does_not_hear(monkeypatch, batch, alone, name, broken):
+def test_the_suite_would_notice_what_a_shard_does_not_hear(monkeypatch, batch, name, broken):
     """Negative controls."""
     monkeypatch.setattr(context, name, broken)
-    loss, _, _ = on_mesh(loss_and_load, "kda", "context=8", batch)
-    assert abs(loss / alone(loss_and_load, "kda")[0] - 1) > 1e-4
+    loss, _ = on_mesh(loss_and_load, CONFIGS["kda"], "context=8", batch)
+    assert abs(loss / alone("kda")[0] - 1) > 1e-4
 
 
 def counted_by_every_tensor_rank(x, _real=sharding.partial):
@@ -257,8 +204,8 @@ def counted_by_every_tensor_rank(x, _real=sharding.partial):
     ],
     ids=["tensor ranks counted twice", "an axis left out"],
 )
-def test_the_suite_would_notice_tokens_counted_wrongly(monkeypatch, batch, alone, owner, name, broken):
+def test_the_suite_would_notice_tokens_counted_wrongly(monkeypatch, batch, owner, name, broken):
     """Negative controls."""
     monkeypatch.setattr(owner, name, broken)
-    _, load, _ = on_mesh(loss_and_load, "mla", "data=4,tensor=2", batch)
-    assert np.any(load[0] != alone(loss_and_load, "mla")[1][0])
+    _, (load,) = on_mesh(loss_and_load, CONFIGS["mla, experts"], "data=4,tensor=2", batch)
+    assert np.any(load[0] != alone("mla, experts")[3]["load"])
