@@ -92,13 +92,24 @@ def topology(text: str) -> Topology:
 
 
 def coordinates(topology: Topology, devices: list | None = None) -> np.ndarray:
-    """[devices, dimensions] places on the torus in the order of JAX's devices, or (node, GPU)."""
+    """[devices, dimensions] places on the torus in the order of JAX's devices, or (node, GPU).
+
+    Of devices that are not given it is the order in which libtpu describes a topology: host by host, 2 x 2 chips each,
+    and among hosts as inside of them the first dimension fastest.
+    """
     if devices is not None and topology.is_tpu:
         return np.array([device.coords[: topology.chip.torus] for device in devices])
     if topology.is_tpu:
-        places = np.stack(np.unravel_index(np.arange(topology.chips), topology.shape[::-1]), 1)[:, ::-1]
+        host = [2 if size % 2 == 0 else 1 for size in topology.shape[:2]] + [1] * (len(topology.shape) - 2)
+        hosts = _grid([size // part for size, part in zip(topology.shape, host)])
+        places = (hosts[:, None] * host + _grid(host)).reshape(-1, len(host))
         return np.repeat(places, topology.chip.cores, axis=0)
     return np.stack(np.unravel_index(np.arange(topology.devices), topology.shape), 1)
+
+
+def _grid(shape: list[int]) -> np.ndarray:
+    """[places, dimensions], the first dimension fastest."""
+    return np.stack(np.unravel_index(np.arange(math.prod(shape)), shape[::-1]), 1)[:, ::-1]
 
 
 def group_bandwidth(topology: Topology, places: np.ndarray, groups: np.ndarray) -> float:

@@ -104,7 +104,7 @@ def _backward(config: TrainConfig, layout: Layout, parameters: list[Held], work:
     ffn = _feed_forward(config, layout, here, work, kind)
     terms = [
         *_through_the_pass(config, layout, parameters, stream),
-        Term("weights", 2 * dense, "of a layer, gathered, and their gradients before they are scattered"),
+        Term("weights", dense, "of a layer, gathered"),
         Term("streams", STREAMS * stream, f"{STREAMS} arrays of tokens between sub-layers"),
         Term(
             "time",
@@ -152,7 +152,7 @@ def _through_the_pass(config: TrainConfig, layout: Layout, parameters: list[Held
             elif segment.repeats > 1:
                 runs.append(size * run.count)
     return [
-        Term("depth sources", 2 * slots * stream, "their gradients, and a copy where a block is opened"),
+        Term("depth sources", slots * stream, "their gradients"),
         Term("counts", layers * tiled(model.moe.experts, bins) if bins else 0, "of the balancer, of all layers"),
         Term("single layers", alone, "float32 weights of runs of one layer, which leave their stack for the loop"),
         Term("a run's layers", 2 * max(runs), "float32 weights and gradients of a run inside of a loop"),

@@ -33,10 +33,17 @@ def test_wrong_topologies_are_refused_with_what_would_do(text, message):
         chips.topology(text)
 
 
+def test_devices_come_host_by_host():
+    """As libtpu 0.0.52 describes v5p:4x4x4."""
+    places = chips.coordinates(chips.topology("v5p:4x4x4"))
+    first = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0), (3, 0, 0), (2, 1, 0), (3, 1, 0), (0, 2, 0)]
+    assert [tuple(map(int, one)) for one in places[:9]] == first and tuple(places[16]) == (0, 0, 1)
+    assert len(np.unique(places, axis=0)) == 64
+
+
 def test_a_ring_has_two_links_a_line_one_and_interleaved_groups_share():
     topology = chips.topology("v5p:4x4x4")
     places, link = chips.coordinates(topology), topology.chip.link
-    # JAX's devices count the first coordinate fastest.
     inner = {"outer": 16, "ring": 4}
     assert chips.group_bandwidth(topology, places, groups(topology, inner, "ring")) == 2 * link
     half = {"outer": 32, "pair": 2}
@@ -65,7 +72,7 @@ def test_gpus_have_a_switch_inside_and_a_card_outside():
 
 def test_an_all_to_all_on_a_long_ring_is_bound_by_its_middle():
     topology = chips.topology("v5p:16x4x4")
-    places = chips.coordinates(topology)
+    places = np.stack(np.unravel_index(np.arange(256), (4, 4, 16)), 1)[:, ::-1]
     ring = groups(topology, {"outer": 16, "ring": 16}, "ring")
     gather = chips.seconds(topology, places, "all-gather", ring, 1e9)
     assert chips.seconds(topology, places, "all-to-all", ring, 1e9) == 4 * gather
