@@ -11,10 +11,17 @@ from k3jax.run_config import TrainConfig
 
 
 def small(config: TrainConfig) -> TrainConfig:
-    """The same parts in a step of few tokens, on data that needs no reading."""
-    data = presets.tiny().data
-    vocab = {"model.vocab": max(config.model.vocab, 258)}
-    return step.program(changed(config, {"batch": 2, "seq_len": 32, "loss_chunk": 32, "data": data, **vocab}))
+    """The same parts in a step of few tokens, with one layer of each mixer, on data that needs no reading."""
+    kinds = config.model.kinds
+    mixers = {kind.mixer for kind in kinds}
+    layers = {
+        "model.layers": len(mixers),
+        "model.full_attention": (len(mixers),) if "mla" in mixers else (),
+        "model.dense_layers": 0 if any(kind.ffn == "moe" for kind in kinds) else len(mixers),
+        "model.vocab": max(config.model.vocab, 258),
+    }
+    sizes = {"batch": 2, "seq_len": 32, "loss_chunk": 32, "data": presets.tiny().data}
+    return step.program(changed(config, layers | sizes))
 
 
 def parts(value: Any) -> Any:
