@@ -84,10 +84,12 @@ def _within[T](what: str, ask: Callable[[], T], code: Exit, problems: list[Probl
 def _write_mark(run: pathlib.Path) -> dict[str, Any]:
     """Leaves a file in the run folder for process 0 to find, and says what room there is."""
     try:
+        made = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         mark = run / f".preflight-{socket.gethostname()}-{os.getpid()}"
         mark.write_text(f"{time.time()}\n", encoding="utf-8")
-        return {"mark": mark.name, "content": mark.read_text(encoding="utf-8"), "free": shutil.disk_usage(run).free}
+        content, free = mark.read_text(encoding="utf-8"), shutil.disk_usage(run).free
+        return {"mark": mark.name, "content": content, "free": free, "made": made}
     except OSError as error:
         raise OSError(
             f"the run folder {run} cannot be written: {error}; mount it there for this user, or choose another --run"
@@ -126,6 +128,9 @@ class Judge:
         there = {number: said["facts"]["storage"] for number, said in hosts.items() if said["facts"]["storage"]}
         deadline = time.monotonic() + SHARED
         apart = [number for number, storage in there.items() if not self._found(storage, deadline)]
+        if any(storage["made"] for storage in there.values()):
+            with contextlib.suppress(OSError):  # a run that ends before it begins leaves no folder
+                self._run.rmdir()
         if apart:
             text = f"{_names(hosts, apart)} wrote into another {self._run} than {name_of(hosts, 0)} sees"
             yield Exit.STORAGE, f"{text}: the run folder must be on a file system that all hosts share"
@@ -135,10 +140,7 @@ class Judge:
         if full:
             least, size = min(there[number]["free"] for number in full), f"{self._checkpoint / 1e9:.3f} GB"
             text = f"{_names(hosts, full)}: {self._run} has room for {least / 1e9:.3f} GB"
-            yield (
-                Exit.STORAGE,
-                f"{text}, but {more} checkpoint(s) of {size} must fit; free some there",
-            )
+            yield Exit.STORAGE, f"{text}, but {more} checkpoint(s) of {size} must fit; free some there"
 
     def _found(self, storage: dict[str, Any], deadline: float) -> bool:
         """Whether what a host wrote can be read here; then it is removed."""

@@ -33,7 +33,7 @@ def hosts(run: pathlib.Path, count: int = 4) -> dict[int, dict]:
     for number in range(count):
         mark = run / f".preflight-n{number}"
         mark.write_text(f"{number}")
-        storage = {"mark": mark.name, "content": f"{number}", "free": 10**9}
+        storage = {"mark": mark.name, "content": f"{number}", "free": 10**9, "made": False}
         facts = {"versions": dict(VERSIONS), "storage": storage, "problems": []}
         found[number] = {"host": f"n{number}", "offset": 0.0, "facts": facts}
     return found
@@ -247,6 +247,9 @@ def test_this_machine_is_well(tmp_path):
     """The facts of the real host, whose mark is found and removed."""
     facts = preflight.facts_of_host(tiny(), tmp_path)
     assert facts["versions"]["jax"] == jax.__version__ and facts["problems"] == []
-    assert os.listdir(tmp_path) == [facts["storage"]["mark"]]
+    assert os.listdir(tmp_path) == [facts["storage"]["mark"]] and not facts["storage"]["made"]
     assert preflight.Judge(tmp_path, 1)({0: {"host": "here", "offset": 0.0, "facts": facts}}) is None
+    assert os.listdir(tmp_path) == []
+    facts = preflight.facts_of_host(tiny(), tmp_path / "new")
+    assert preflight.Judge(tmp_path / "new", 1)({0: {"host": "here", "offset": 0.0, "facts": facts}}) is None
     assert os.listdir(tmp_path) == []
