@@ -1,5 +1,6 @@
 """What layers keep for their backward pass: the intended tensors, in the intended place, with the same gradients."""
 
+import functools
 from collections import Counter
 
 import jax
@@ -190,8 +191,9 @@ def test_the_compiled_program_needs_little_more_than_with_plain_residuals(tiny):
     assert block - plain < 5 * 4 * stream
 
 
-def _value_and_grad(model, weights_):
-    """Of a random projection of the hidden states: (value and hidden states, gradient)."""
+@functools.cache
+def _value_and_grad(model):
+    """A function of weights, of a random projection of the hidden states: (value and hidden states, gradient)."""
     factors = _normal(B, T, model.dim, seed=3)
 
     @jax.jit
@@ -202,7 +204,7 @@ def _value_and_grad(model, weights_):
 
         return jax.value_and_grad(objective, has_aux=True)(params)
 
-    return run(*weights_)
+    return run
 
 
 def _difference(got, want):
@@ -221,8 +223,8 @@ def test_policies_give_the_same_values_and_gradients(tiny, assert_close):
     host, fp8 = c.Save(("layer_input", *ALL), "host"), c.Save(storage="fp8_host")
     large, ordinary = weights.init(model, 0), weights.init(c.replace(model, init_std=0.05), 0)
     for weights_, policy, bound in ((large, host, None), (large, fp8, 0.25), (ordinary, fp8, 0.05)):
-        values, grads = _value_and_grad(model, weights_)
-        got, got_grads = _value_and_grad(c.replace(model, remat=policy), weights_)
+        values, grads = _value_and_grad(model)(*weights_)
+        got, got_grads = _value_and_grad(c.replace(model, remat=policy))(*weights_)
         jax.tree.map(np.testing.assert_array_equal, got, values)
         if bound is None:
             assert_close(got_grads, grads, 1e-5)

@@ -26,8 +26,9 @@ from k3jax.checkpoint import Checkpoints
 from k3jax.metrics import read_metrics
 
 SETTINGS = (
-    "model.layers=2",
-    "model.full_attention=[2]",
+    "model.layers=1",
+    "model.full_attention=[]",
+    "model.dense_layers=0",
     "seq_len=24",
     "batch=2",
     "checkpoint_every=3",
