@@ -90,7 +90,7 @@ def kill_one(
     """Kills a process at a random moment, and returns when the launcher has stopped the others. Says what it did."""
     while number not in (there := children(launcher)):
         if launcher.poll() is not None:
-            return "never: it was over"
+            return "never: the run was over"
         time.sleep(0.05)
     began, folder = time.monotonic(), run / "checkpoints"
     if saving:
@@ -111,7 +111,7 @@ def kill_one(
     try:
         there[number].kill()
     except psutil.NoSuchProcess:
-        return "never: it was over"
+        return "never: it had ended by itself"
     psutil.wait_procs(list(there.values()), timeout=120)
     return f"process {number} {where}"
 
@@ -127,12 +127,18 @@ def compare(
     finish(start(whole, folder), folder, "whole", 3600)
     print(f"the run left alone took {time.monotonic() - began:.0f} s", flush=True)
     run, chance, launcher = folder / "killed", random.Random(seed), start(killed, folder)
-    for kill in range(kills):
+    kill = 0
+    while kill < kills and launcher.poll() is None:
         number = chance.randrange(processes)
         what = kill_one(launcher, run, number, chance, saving=kill % 2 == 0, patience=patience)
+        if what.startswith("never"):
+            continue
         reached, stands = max(kill_run.training_steps(run), default=0), kill_run.resumed_from(run)
-        print(f"{kill + 1:4}  killed {what:60} logged step {reached:4}  goes on from {stands}", flush=True)
+        kill += 1
+        print(f"{kill:4}  killed {what:60} logged step {reached:4}  goes on from {stands}", flush=True)
     finish(launcher, folder, "killed", 3600)
+    if kill < kills:
+        raise RuntimeError(f"the run was over after {kill} kills: give it more --steps")
     expected, found = kill_run.arrays(folder / "whole"), kill_run.arrays(run)
     assert expected.keys() == found.keys()
     return [name for name in expected if not np.array_equal(expected[name], found[name], equal_nan=True)]
