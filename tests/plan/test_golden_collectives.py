@@ -1,0 +1,70 @@
+"""The compiled step of a shipped layout sends what its golden text says, and docs/layouts.md promises."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import golden_collectives
+import pytest
+from golden_collectives import CASES, LIBTPU
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FILES = sorted(golden_collectives.GOLDENS.glob("*.txt"))
+# What a test run compiles by itself: the quickest. K3JAX_GOLDENS=1 asks for all of the files, which takes minutes.
+QUICK = {"nano_8.small"}
+NAMES = [path.stem for path in FILES if path.stem in QUICK or os.environ.get("K3JAX_GOLDENS")]
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def installed_compiler() -> str | None:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def compiled(name: str, size: str) -> str:
+    """The text, from a process of its own: libtpu and the tests' eight devices do not mix."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_OPTIMIZATION_LEVEL": "O1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    command = [sys.executable, golden_collectives.__file__, "print", size, name]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])[name]
+
+
+@pytest.mark.skipif(
+    installed_compiler() != LIBTPU, reason=f"goldens are of libtpu {LIBTPU}, and here is {installed_compiler()}"
+)
+@pytest.mark.parametrize("golden", NAMES)
+def test_a_step_sends_what_its_golden_says(golden):
+    name, size = golden.split(".")
+    assert compiled(name, size) == golden_collectives.golden(name, size).read_text()
+
+
+def promised() -> dict[str, set[tuple[str, str]]]:
+    """The table of docs/layouts.md: kinds and axes by layout."""
+    found = {}
+    for line in (ROOT / "docs" / "layouts.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == len(KINDS) + 1 and (name := cells[0].strip("`")) in CASES:
+            axes = [[one.strip() for one in re.sub("`", "", cell).split(",") if one.strip()] for cell in cells[1:]]
+            found[name] = {(kind, one) for kind, group in zip(KINDS, axes) for one in group}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_golden_is_what_the_documentation_promises(path):
+    """Without a compiler: no collective that is not promised, and none missing."""
+    assert golden_collectives.rows(path.read_text()) == promised()[path.stem.partition(".")[0]]
