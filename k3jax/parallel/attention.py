@@ -61,8 +61,11 @@ def compressed_attention(
     """
     if query_segment is None:
         query_segment, key_segment = jnp.zeros_like(query_position), jnp.zeros_like(key_position)
-    queries = query_position, query_segment
-    keys = key_position, key_segment
+    # Tied to the queries: what follows from positions alone, JAX would take out of a loop over layers, and with it the
+    # masks of all pairs of blocks, heads and tokens.
+    q_BTHK, queries, keys = lax.optimization_barrier(
+        (q_BTHK, (query_position, query_segment), (key_position, key_segment))
+    )
     static = scale, min(query_block, q_BTHK.shape[1]), min(key_block, latent_BSR.shape[1])
     o, max_BHT = _attend(static, q_BTHK, (latent_BSR, shared_BSK), (k_up_RHK, v_up_RHV), queries, keys)
     counts = (query_segment != PADDING_SEGMENT)[:, None]

@@ -1,6 +1,7 @@
 """Shards of rows on simulated devices equal the whole rows on one, values and gradients."""
 
 import functools
+import math
 import re
 
 import jax
@@ -335,6 +336,23 @@ def compressed(x, ids):
 def test_attention_a_block_at_a_time():
     result = jax.jit(functools.partial(mla_values_and_gradients, compressed))(mla_inputs(), IDS)
     testing.assert_close(result, expected_mla(), BAR)
+
+
+@pytest.mark.parametrize("attend, quadratic", [(compressed, False), (mla_whole, True)], ids=["blocks", "control"])
+def test_a_loop_over_layers_keeps_no_mask_of_all_tokens(attend, quadratic):
+    """Nothing of T x S entries is kept for the gradient, nor taken out of the loop; one matrix of logits would be."""
+    x = mla_inputs()
+
+    def layers(q):
+        def layer(q, _):
+            o = attend({**x, "q": q}, IDS)[0]
+            return q + jnp.pad(o, [(0, 0)] * 3 + [(0, q.shape[-1] - o.shape[-1])]), None
+
+        return jax.lax.scan(layer, q, None, length=2)[0].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(layers))(x["q"]))
+    kept = [math.prod(map(int, dims.split(","))) for dims in re.findall(r":(?:f32|bool)\[([\d,]+)\]", text)]
+    assert (max(kept) >= B * H * T * T) == quadratic
 
 
 @pytest.mark.parametrize("devices", (1, 3, 4))
