@@ -53,7 +53,7 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind: ``v5p:4x4x8`` (chips along the torus) or ``h200:4x8`` (nodes x GPUs)."""
+    """Devices of one kind: ``v5p:4x4x8`` (chips along the torus) or ``h200:4x8`` (nodes x GPUs; ``h200:8`` is 1x8)."""
 
     name: str
     chip: Chip
@@ -83,7 +83,9 @@ def topology(text: str) -> Topology:
         raise ConfigError(f"--topology={text}: there is no chip {name!r}; chips: {', '.join(CHIPS)}")
     chip = CHIPS[name]
     sizes = shape.split("x")
-    dims = {0: "2 numbers, nodes x GPUs", 2: "2 numbers", 3: "3 numbers"}[chip.torus]
+    if chip.torus == 0 and len(sizes) == 1 and shape:
+        sizes = ["1", shape]
+    dims = {0: "2 numbers, nodes x GPUs (or the GPUs of one node)", 2: "2 numbers", 3: "3 numbers"}[chip.torus]
     wanted = chip.torus or 2
     if len(sizes) != wanted or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         example = "4x8" if chip.torus == 0 else "x".join(["4"] * wanted)

@@ -16,6 +16,7 @@ def test_names_of_topologies():
     assert chips.topology("v5p:4x4x8").devices == 128
     assert chips.topology("tpu7x:2x2x1").devices == 8  # two devices a chip
     assert chips.topology("h200:4x8").devices == 32
+    assert chips.topology("h100:8").shape == (1, 8)  # one node
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,9 @@ def test_names_of_topologies():
         ("v9:2x2", "there is no chip 'v9'; chips: v4"),
         ("v5p:4x4", "takes 3 numbers: v5p:4x4x4"),
         ("v6e:4xfour", "takes 2 numbers: v6e:4x4"),
-        ("h100:8", "nodes x GPUs: h100:4x8"),
+        ("h100:4x8x1", r"nodes x GPUs \(or the GPUs of one node\): h100:4x8"),
+        ("h100:x8", "'x8' is no shape of h100"),
+        ("h100:", "'' is no shape"),
         ("v5e", "'' is no shape"),
     ],
 )
