@@ -1,8 +1,9 @@
 """The real train step, compiled for devices that are not here, and what the compiler's own numbers say of it."""
 
 import math
+import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,32 +12,45 @@ from jax.experimental import topologies
 from k3jax import accounting, layout_report, loop, memory, placement, sharding
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
-from k3jax.plan import chips, cost, hlo
+from k3jax.plan import chips, cost, hlo, roofline
 from k3jax.plan.chips import Topology
 from k3jax.plan.needs import Memory, Times
 from k3jax.plan.plans import Compiled, Plan, check_devices
 from k3jax.plan.remedies import remedies
 from k3jax.run_config import TrainConfig
 
+TARGETS = pathlib.Path(__file__).with_name("targets")
+"""What XLA is told of each GPU."""
+
 
 def devices_of(topology: Topology) -> list[Any]:
-    """The devices of a described TPU.
+    """The devices of a described topology.
 
     Raises:
-      ConfigError: there is no TPU compiler here, it refuses the topology, or the topology is none of TPUs.
+      ConfigError: there is no compiler for it here, or it refuses the topology.
     """
+    describe, compiler = (_tpus, "A TPU's compiler comes with: pip install libtpu")
     if not topology.is_tpu:
-        raise ConfigError(f"--topology={topology.name}: steps are compiled for TPUs only; --no-compile plans GPUs too")
+        describe, compiler = (_gpus, "A GPU's compiler comes with: pip install -r requirements-cuda13.txt")
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
+        found = describe(topology)
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"--topology={topology.name}: {reason}. A TPU's compiler comes with: pip install libtpu"
-        ) from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"--topology={topology.name}: {reason}. {compiler}") from error
     if len(found) != topology.devices:
         raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
     return found
+
+
+def _tpus(topology: Topology) -> list[Any]:
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
+
+
+def _gpus(topology: Topology) -> list[Any]:
+    """Of one domain of nodes; XLA's shape is domains x nodes x GPUs."""
+    target = (TARGETS / f"{topology.name.partition(':')[0]}.txtpb").read_text(encoding="utf-8")
+    shape = "x".join(map(str, (1, *topology.shape)))
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
 
 
 def lower(config: TrainConfig, layout: Layout, devices: list[Any]) -> jax.stages.Lowered:
@@ -63,11 +77,14 @@ def memory_of(config: TrainConfig, layout: Layout, topology: Topology, stats: An
 
 
 def times_of(
-    config: TrainConfig, topology: Topology, program: hlo.Program, sent: list[hlo.Collective], places: np.ndarray
+    config: TrainConfig,
+    topology: Topology,
+    computing: tuple[float, float],
+    sent: list[hlo.Collective],
+    places: np.ndarray,
 ) -> Times:
-    """Adds a step up: see :class:`Times`."""
+    """Adds a step up, see :class:`Times`. computing: seconds of fused operations and of kernels."""
     chip = topology.chip
-    fused, kernels = cost.fused_seconds(program, chip), cost.kernel_seconds(program, chip)
     communication = exposed = 0.0
     for one in sent:
         seconds = chips.seconds(topology, places, one.kind, one.groups, one.sent)
@@ -76,7 +93,7 @@ def times_of(
     flops = accounting.flops_per_token(config.model, config.seq_len)
     tokens = config.batch * config.seq_len
     ideal = (flops.forward + flops.backward) * tokens / topology.devices / chip.flops
-    return Times(fused, kernels, communication, exposed, ideal)
+    return Times(*computing, communication, exposed, ideal)
 
 
 def _compile(lowered: jax.stages.Lowered, topology: Topology) -> jax.stages.Compiled:
@@ -85,11 +102,32 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> jax.stages.Comp
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = " ".join(line for line in str(error).splitlines() if "hbm" in line.lower())[:300]
+        lines = str(error).splitlines()
+        reason = " ".join([line for line in lines if "hbm" in line.lower()] or lines[:1])[:300]
         raise ConfigError(
             f"the compiler finds no way to fit the step on {topology.name}: {reason}; --no-compile says what is "
             "largest, and what would make it fit"
         ) from error
+
+
+class _Program(NamedTuple):
+    """What a program says. computing: seconds of fused operations and of kernels. unknown: kernels."""
+
+    sent: list[hlo.Collective]
+    computing: tuple[float, float]
+    source: str
+    unknown: list[str]
+
+
+def _read(program: hlo.Program, layout: Layout, topology: Topology) -> _Program:
+    chip = topology.chip
+    if topology.is_tpu:
+        computing = cost.fused_seconds(program, chip), cost.kernel_seconds(program, chip)
+        sent = hlo.collectives(program, layout.sizes)
+        return _Program(sent, computing, cost.SOURCE, cost.unknown_kernels(program, chip))
+    gpu = roofline.Roofline(program, chip)
+    sent = hlo.collectives(program, layout.sizes, gpu.cycles)
+    return _Program(sent, (gpu.total(), 0.0), roofline.SOURCE, gpu.unknown())
 
 
 def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
@@ -97,7 +135,7 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
 
     Raises:
       ConfigError: the layout does not fit the model, the batch or the devices, or the step the memory; or there is no
-        TPU compiler.
+        compiler for them.
     """
     check_devices(layout, topology)
     devices = devices_of(topology)
@@ -106,16 +144,15 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
     middle = time.perf_counter()
     compiled = _compile(lowered, topology)
     end = time.perf_counter()
-    program = hlo.Program.parse(compiled.as_text())
-    sent = hlo.collectives(program, layout.sizes)
+    found = _read(hlo.Program.parse(compiled.as_text()), layout, topology)
     places = chips.coordinates(topology, devices)
     needs = memory_of(config, layout, topology, compiled.memory_analysis())
     return Plan(
         topology,
         layout,
         needs,
-        times_of(config, topology, program, sent, places),
-        sent,
+        times_of(config, topology, found.computing, found.sent, places),
+        found.sent,
         [] if needs.fits else remedies(config, layout, needs),
-        Compiled(cost.unknown_kernels(program, topology.chip), middle - start, end - middle),
+        Compiled(found.source, found.unknown, middle - start, end - middle),
     )

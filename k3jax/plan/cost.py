@@ -18,6 +18,8 @@ KDA_CYCLES = {
 the compiler's schedule (pallas_kernels/README.md; those of v5e are v5p's). The compiler gives no estimate of a kernel.
 """
 
+SOURCE = "the compiler's estimated cycles over the clock"
+
 MATMULS_REACH = 0.95
 """Share of the peak at which the compiler's default level estimates large products of matrices: 0.963 for
 [8192, 7168] x [7168, 3072] on v5p, and 0.95 for a whole gated feed-forward layer of them."""

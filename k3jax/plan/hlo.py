@@ -1,14 +1,15 @@
 """What a compiled program does, read from its text: instructions, how often each is executed, and what it sends.
 
-The text of a TPU program is scheduled: instructions stand in the order in which they are issued. A loop's trip count is
-the constant of its condition. Of a conditional all branches are counted.
+The text of a program for TPU or GPU is scheduled: instructions stand in the order in which they are issued. A loop's
+trip count is the one that it states, or the constant of its condition. Of a conditional all branches are counted.
 """
 
 import collections
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[[\d,]*\]\))? \{([^}]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _DILATED = re.compile(r"lhs_dilate=([\dx]+)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')  # of a dot; of a product by cuBLAS
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -111,10 +113,17 @@ class Program:
     def matmul_operations(self, where: str, instruction: Instruction) -> float:
         """Of the matrix products in an instruction of the computation ``where``, those in a fusion included.
 
-        A product of [b, m, k] and [b, k, n] has 2 b m k n operations, which the sizes of the three arrays and b give,
-        in whichever order the compiler has put the dimensions. It writes b as a dilated window of a convolution.
+        A product of [b, m, k] and [b, k, n] has 2 b m k n operations. A dot, and a call of cuBLAS, names the dimensions
+        k. Of the convolution that a TPU makes of it the sizes of the three arrays and b give them, in whichever order
+        the compiler has put the dimensions; b is a dilated window.
         """
-        if instruction.opcode == "fusion":
+        if instruction.opcode in ("dot", "custom-call"):
+            k, arrays = _CONTRACTED.search(instruction.attributes), self.operands(where, instruction)
+            if k is None or not arrays:
+                return 0.0
+            inner = math.prod(arrays[0].shapes[0][1][int(n)] for n in re.findall(r"\d+", k[1]))
+            return 2.0 * math.prod(instruction.shapes[0][1]) * inner
+        if instruction.opcode in ("fusion", "fusion-start"):
             inside = [(name, one) for name in self.callees(instruction) for one in self.computations[name]]
             return sum(self.matmul_operations(name, one) for name, one in inside)
         if instruction.opcode != "convolution":
@@ -182,7 +191,7 @@ class Collective(NamedTuple):
     """One instruction that sends. axes: the mesh axes along which its groups lie. size: devices of a group. groups:
     [number, size] positions on the mesh, or [pairs, 2] of a permutation. payload: bytes of the whole that a group
     shares: what a gather gives, what a reduction takes, what is permuted. times: how often a step runs it.
-    asynchronous: it is started and awaited apart. between: cycles that the compiler estimates for what stands between.
+    asynchronous: it is started and awaited apart. between: cycles of what stands between.
     """
 
     kind: str
@@ -192,7 +201,7 @@ class Collective(NamedTuple):
     payload: int
     times: int
     asynchronous: bool
-    between: int
+    between: float
     op_name: str
 
     @property
@@ -208,9 +217,18 @@ class Collective(NamedTuple):
                 return share * self.payload
 
 
-def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+def estimated(where: str, one: Instruction) -> float:
+    """The compiler's own estimate, in cycles."""
+    return one.cycles
+
+
+Work = Callable[[str, Instruction], float]
+"""Cycles of an instruction by itself, without what it calls, given the computation that it is in."""
+
+
+def collectives(program: Program, mesh: Mapping[str, int], work: Work = estimated) -> list[Collective]:
     """Everything that a program sends over a mesh of these axis sizes, in the order of issue."""
-    between = _cycles_between(program)
+    between = _cycles_between(program, work)
     found = []
     for one, where, times in program.executed():
         kind = one.opcode.removesuffix("-start")
@@ -223,7 +241,7 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
             kind = "reduce-scatter"
         size, axes = groups.shape[1], axes_of(groups, mesh)
         waited = [between[name] for name in (where, one.name) if name in between]
-        asynchronous = bool(waited) or one.opcode.endswith("-start")
+        asynchronous = (bool(waited) or one.opcode.endswith("-start")) and '"is_sync":true' not in one.attributes
         overlap = max(waited, default=0)
         payload = _payload(one, size)
         found.append(Collective(kind, axes, size, groups, payload, times, asynchronous, overlap, one.op_name))
@@ -231,18 +249,21 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _payload(one: Instruction, size: int) -> int:
-    """Bytes of the whole that a group shares. What a start returns holds its operand beside its result."""
+    """Bytes of the whole that a group shares. What a start returns holds its operands before its results, but for an
+    all-reduce."""
     sizes = [int(math.prod(dims) * ITEM_BYTES.get(dtype, 0)) for dtype, dims in one.shapes]
-    if one.opcode in ("all-gather-start", "collective-permute-start"):
-        return max(sizes)
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        given = one.operands.count("%")
+        sizes = sizes[given : 2 * given]
     return sum(sizes) * (size if one.opcode.startswith("reduce-scatter") else 1)
 
 
-def _cycles_between(program: Program) -> dict[str, int]:
-    """Estimated cycles of what stands between a start and its end, by the start's name or by what it calls."""
-    found: dict[str, int] = {}
-    for instructions in program.computations.values():
-        clock, started = 0, {}
+def _cycles_between(program: Program, work: Work) -> dict[str, float]:
+    """Cycles of what stands between a start and its end, by the start's name or by what it calls."""
+    inside = _inside(program, work)
+    found: dict[str, float] = {}
+    for where, instructions in program.computations.items():
+        clock, started = 0.0, {}
         for one in instructions:
             before = one.operands.split(",")[0].strip().lstrip("%")
             if one.opcode.endswith("-start"):
@@ -253,17 +274,21 @@ def _cycles_between(program: Program) -> dict[str, int]:
                 if begun := started.get(before):
                     found[begun[1]] = clock - begun[0]
             else:
-                clock += one.cycles + sum(_cycles_of(program, name) for name in program.callees(one)) * program.trips(
-                    one
-                )
+                clock += work(where, one) + inside(one)
     return found
 
 
-def _cycles_of(program: Program, name: str) -> int:
-    return sum(
-        one.cycles + program.trips(one) * sum(_cycles_of(program, callee) for callee in program.callees(one))
-        for one in program.computations.get(name, ())
-    )
+def _inside(program: Program, work: Work) -> Callable[[Instruction], float]:
+    """Cycles of everything that an instruction calls."""
+
+    @functools.cache
+    def of(name: str) -> float:
+        return sum(work(name, one) + calls(one) for one in program.computations.get(name, ()))
+
+    def calls(one: Instruction) -> float:
+        return program.trips(one) * sum(of(name) for name in program.callees(one))
+
+    return calls
 
 
 def replica_groups(attributes: str, devices: int) -> np.ndarray:

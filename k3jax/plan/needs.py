@@ -31,9 +31,9 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of a step. fused: the compiler's estimated cycles. kernels: those of Pallas and grouped matmuls.
-    communication: all collectives by link bandwidth; exposed: what the schedule does not hide behind computation.
-    ideal: model operations at the peak."""
+    """Seconds of a step. fused: the compiler's estimated cycles, or operations and bytes of each kernel. kernels: those
+    of Pallas and grouped matmuls. communication: all collectives by link bandwidth; exposed: what the schedule does not
+    hide behind computation. ideal: model operations at the peak."""
 
     fused: float
     kernels: float

@@ -13,8 +13,10 @@ from k3jax.plan.remedies import Remedy
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """From the compiler's program. unknown: kernels of which no time is known."""
+    """From the compiler's program. fused: where the times of fused operations come from. unknown: kernels of which no
+    time is known."""
 
+    fused: str
     unknown: list[str]
     lower_seconds: float
     compile_seconds: float

@@ -63,13 +63,13 @@ def _times(plan: Plan) -> Iterator[str]:
     times, made = plan.times, plan.made
     by_shapes = isinstance(made, Arithmetic)
     yield "predicted step"
-    compiled = "the compiler's estimated cycles over the clock"
+    kernels = "counted cycles of KDA, operations of grouped matmuls over the peak"
     rows = {
         "fused operations": (
             times.fused,
-            "operations and bytes over what the device can do" if by_shapes else compiled,
+            "operations and bytes over what the device can do" if by_shapes else made.fused,
         ),
-        "kernels": (times.kernels, "counted cycles of KDA, operations of grouped matmuls over the peak"),
+        "kernels": (times.kernels, kernels if by_shapes or plan.topology.is_tpu else "none: all is counted above"),
         "exposed communication": (times.exposed, _of_communication(plan)),
         "step": (times.step, f"bound by {times.binding}"),
     }
@@ -115,6 +115,7 @@ def as_json(plan: Plan, model: ModelConfig, config: str) -> dict:
         terms = {"memory_terms": made.memory, "time_terms": made.times}
         return found | {"peak": made.peak} | {name: [one._asdict() for one in part] for name, part in terms.items()}
     return found | {
+        "fused_source": made.fused,
         "unknown_kernels": made.unknown,
         "lower_seconds": made.lower_seconds,
         "compile_seconds": made.compile_seconds,

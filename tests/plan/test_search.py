@@ -133,15 +133,13 @@ def test_the_commands_of_workers_are_commands_of_the_planner():
     assert words[-6:] == ["--set", "batch=8", "--set", "model.remat=full", "--out", "out"]
 
 
-def test_without_a_compiler_the_command_that_brings_one_is_said(monkeypatch):
+@pytest.mark.parametrize("topology, package", [("v5p:2x2x1", "libtpu"), ("h100:2x8", "-r requirements-cuda13.txt")])
+def test_without_a_compiler_the_command_that_brings_one_is_said(monkeypatch, topology, package):
     def refuse(**kwargs):
-        raise RuntimeError("no TPU plugin\nand more")
+        raise RuntimeError("no plugin\nand more")
 
     monkeypatch.setattr(compiled.topologies, "get_topology_desc", refuse)
-    with pytest.raises(ConfigError, match=r"no TPU plugin\. A TPU's compiler comes with: pip install libtpu"):
-        compiled.devices_of(chips.topology("v5p:2x2x1"))
-
-
-def test_gpus_are_not_compiled_for():
-    with pytest.raises(ConfigError, match="h100:2x8: steps are compiled for TPUs only; --no-compile plans GPUs too"):
-        compiled.devices_of(chips.topology("h100:2x8"))
+    with pytest.raises(
+        ConfigError, match=rf"{topology}: no plugin\. A .PU's compiler comes with: pip install {package}"
+    ):
+        compiled.devices_of(chips.topology(topology))
