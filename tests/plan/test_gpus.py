@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from k3jax.plan import chips, hlo, roofline
 from k3jax.plan.cost import MATMULS_REACH
 from k3jax.plan.roofline import Roofline
 
+ROOT = pathlib.Path(__file__).parent.parent.parent
 MESH = {"fsdp": 2, "expert": 2}
 
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=4
@@ -123,7 +125,8 @@ def test_the_step_compiles_for_gpus_that_are_not_here(tmp_path):
     command = "-m k3jax.plan --config tiny --topology h100:1x2 --layout fsdp=2".split()
     command += ["--set", "model.layers=2", "--set", "model.full_attention=(2,)"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_OPTIMIZATION_LEVEL": "O1", "XLA_FLAGS": ""}
-    run = subprocess.run([sys.executable, *command, "--out", tmp_path], env=environment, capture_output=True, text=True)
+    command = [sys.executable, *command, "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["memory"]["fits"] and plan["seconds"]["fused"] > 0 and plan["fused_source"] == roofline.SOURCE
