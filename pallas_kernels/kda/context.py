@@ -29,24 +29,19 @@ def segment_summary(k, v, gate, beta, *, A_log, dt_bias, segment_ids=None, initi
     """Summary [B, H, ...] of a shard; arguments as for ``kda``, and ``options`` its lower_bound, implementation and
     chunk_size. With an initial state, S is the final state that it leads to, M S_in included.
 
-    The columns of M are states like any other: this is ``kda`` with K more columns, values [v | 0], from the initial
-    state [S_in | I]. So it is as exact as the final state of ``kda`` for these inputs, and needs K + V <= 256 on TPU.
+    The columns of M are states like any other: they are what ``kda`` without values makes of the identity, as S is what
+    it makes of the initial state. So both are as exact as the final state of ``kda`` for these inputs.
     """
-    B, T, H, K = k.shape
-    V = v.shape[-1]
+    (B, _, H, K), V = k.shape, v.shape[-1]
     dtype = arithmetic_dtype(k, v, gate, beta, A_log, dt_bias)
-    wide = jnp.concatenate([v, jnp.zeros((B, T, H, K), v.dtype)], axis=-1)
+
+    def final(v, start):
+        rest = dict(A_log=A_log, dt_bias=dt_bias, segment_ids=segment_ids, initial_state=start, **options)
+        return kda(jnp.zeros_like(k), k, v, gate, beta, **rest)[1]
+
     state = jnp.zeros((B, H, K, V), dtype) if initial_state is None else initial_state
-    start = jnp.concatenate([state, jnp.broadcast_to(jnp.eye(K, dtype=dtype), (B, H, K, K))], axis=-1)
-    _, final = kda(
-        *(jnp.zeros_like(k), k, wide, gate, beta),
-        A_log=A_log,
-        dt_bias=dt_bias,
-        segment_ids=segment_ids,
-        initial_state=start,
-        **options,
-    )
-    return Summary(final[..., V:], final[..., :V])
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=dtype), (B, H, K, K))
+    return Summary(final(jnp.zeros_like(k), identity), final(v, state))
 
 
 def entering_state(summaries: Summary, initial_state, shard, continues=None):

@@ -15,7 +15,7 @@ from pallas_kernels.kda.mosaic_tpu_forward import forward
 from pallas_kernels.kda.mosaic_tpu_math import Plan
 
 LANES = 64  # widths are multiples of this
-MAX_WIDTH = 256
+MAX_WIDTH = 128  # Mosaic has no load of every other row of an array wider than its lanes
 CHUNKS = (32, 64)
 
 

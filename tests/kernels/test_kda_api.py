@@ -70,7 +70,7 @@ def test_t24_padded_inputs_of_decay_parameters_are_not_broadcast():
         (512, 64, {}, "gpu", "chunked", "no TPU"),
         (512, 128, {}, "tpu", "mosaic_tpu", "is a TPU"),
         (512, 100, {}, "tpu", "chunked", "K=100, V=100"),
-        (512, 320, {}, "tpu", "chunked", "up to 256"),
+        (512, 320, {}, "tpu", "chunked", "up to 128"),
         (512, 64, {"chunk_size": 16}, "tpu", "chunked", "chunk_size=16"),
         (512, 100, {"implementation": "mosaic_tpu"}, "tpu", "mosaic_tpu", "named"),
         (512, 64, {"implementation": "reference"}, "cpu", "reference", "named"),
@@ -130,7 +130,7 @@ def test_refuses_a_named_kernel_on_another_target():
 @pytest.mark.parametrize(
     "changes, message",
     (
-        ({"shape": (1, 2, 2, 320)}, "widths up to 256, got K=320, V=320"),
+        ({"shape": (1, 2, 2, 320)}, "widths up to 128, got K=320, V=320"),
         ({"chunk_size": 16}, "chunk_size=16"),
         ({"dtype": jnp.float64}, "got float64"),
     ),

@@ -27,7 +27,7 @@ def test_t11_real_widths_with_a_partial_chunk_in_bfloat16():
 
 
 def test_t12_widths_that_are_no_multiple_of_64():
-    inputs = make_inputs(8, B=1, T=65, H=2, K=192, V=100)
+    inputs = make_inputs(8, B=1, T=65, H=2, K=120, V=100)
     result = values(inputs, implementation=INTERPRETED, exact=True)
     testing.assert_close(result, values(inputs, implementation=FLOAT64), FLOAT32)
 
