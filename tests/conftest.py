@@ -1,5 +1,6 @@
 """Shared test set-up: a CPU backend with eight devices, quick compilation, and the persistent compilation cache."""
 
+import gc
 import os
 import pathlib
 
@@ -17,6 +18,16 @@ from k3jax import runtime  # noqa: E402
 runtime.start()
 
 ROOT = pathlib.Path(__file__).parent.parent
+MAPS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Compiled programs stay mapped, and a process with more than 65,530 maps dies in the midst of a compilation."""
+    yield
+    if MAPS.exists() and MAPS.read_text().count("\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

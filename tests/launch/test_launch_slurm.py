@@ -50,7 +50,7 @@ def submit(folder: pathlib.Path, env: dict[str, str], **fields) -> tuple[str, di
     return slurm_cluster.submit(script, env, folder), env
 
 
-def wait(what, seconds: float = 60.0) -> None:
+def wait(what, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
