@@ -22,7 +22,7 @@ trap 'echo saved; touch saved$((1 + ${SLURM_RESTART_COUNT:-0})).$JAX_PROCESS_ID;
 touch up${SLURM_RESTART_COUNT:-0}.$JAX_PROCESS_ID
 [[ ! -e fail ]] || exit $(cat fail)
 [[ ! -e saved2.0 ]] || exit 0
-sleep 60 & wait
+for _ in {1..60}; do sleep 1 & wait; done  # the signal may end a sleep before it comes here
 exit 1
 """
 
