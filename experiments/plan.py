@@ -3,8 +3,6 @@
 python -m experiments.plan s05_attention_residuals --topology v5p:2x2x2 --rung attnres_194m
 """
 
-import os
-
 from absl import app, flags
 
 from experiments.run import groups
@@ -49,11 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # A machine with libtpu and no TPU would look for one, and ask its cloud for its place in a slice.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    runtime.start()
+    runtime.start_without_devices()
     flags.DEFINE_string("topology", "v5p:2x2x2", "chip:shape, such as v5p:16x16x16, tpu7x:4x4x8 or v6e:4x4")
     flags.DEFINE_string("layout", "", "a named layout, or fields; default that of the rung, or all devices along fsdp")
     flags.DEFINE_multi_string("rung", [], "a rung; repeat for several; default all")

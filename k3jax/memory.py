@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from k3jax import config_io, presets, runtime, sharding, step
@@ -114,13 +113,11 @@ def planned(configs: list[TrainConfig], topology: str) -> Iterator[Cost]:
     Raises:
       ConfigError: there is no TPU compiler here, or it does not know the topology.
     """
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"--topology={topology}: {reason} (is libtpu installed?)") from error
-    mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
-    chip = chips.topology(topology).chip
+    described = chips.topology(topology)
+    if not described.is_tpu:
+        raise ConfigError(f"--topology={topology}: policies are compiled for TPUs only")
+    mesh = Mesh(np.array(chips.devices_of(described)[:1]), ("chip",), axis_types=(AxisType.Auto,))
+    chip = described.chip
 
     def compiled(config: TrainConfig) -> tuple[jax.stages.Compiled, float]:
         print(f"compiling for {topology}: {config.model.remat}", file=sys.stderr)

@@ -29,8 +29,8 @@ from k3jax.distributed import Problem
 from k3jax.exits import Exit
 from k3jax.run_config import TrainConfig
 from k3jax.step import abstract_state
+from k3jax.watchdog import CLOCKS
 
-CLOCKS = 2.0  # seconds that two clocks may differ
 PATIENCE = 20.0  # seconds for a file system to answer
 SHARED = 3.0  # seconds in which a file written on one host must be seen on another
 PACKAGES = (

@@ -40,6 +40,18 @@ def start() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def start_without_devices() -> None:
+    """:func:`start` of a program that compiles for devices that are only described.
+
+    A machine with libtpu and no TPU would look for one, and ask its cloud for its place in a slice.
+    """
+    if jax.config.jax_platforms is None:
+        jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    start()
+
+
 def barrier(name: str) -> None:
     """Returns when every process has come here."""
     if jax.process_count() > 1:

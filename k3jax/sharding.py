@@ -122,7 +122,7 @@ def fitting(
     """
     stacked, dims = len(shape) - len(axes), []
     for number, entry in enumerate(spec(axes, stacked=stacked, dense=dense)):
-        names, size = _names(entry), shape[number]
+        names, size = names_of(entry), shape[number]
         names = tuple(one for one in names if mesh.shape[one] > 1) or names[:1]
         while names and size % _ways(mesh, names):
             if not rule(axes[number - stacked]).gathered:
@@ -135,7 +135,7 @@ def fitting(
 def spread_further(where: NamedSharding, shape: Sequence[int], over: Sequence[str]) -> NamedSharding:
     """The sharding with those of the mesh axes ``over`` that it does not use yet on the first dimension that they
     divide: ZeRO-1, for what the optimizer keeps."""
-    mesh, dims = where.mesh, [_names(entry) for entry in where.spec]
+    mesh, dims = where.mesh, [names_of(entry) for entry in where.spec]
     dims += [()] * (len(shape) - len(dims))
     for axis in over:
         used = {name for names in dims for name in names}
@@ -163,7 +163,8 @@ def _does_not_divide(mesh: Mesh, name: str, axis: str, size: int, names: tuple[s
     )
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -197,7 +198,7 @@ def active() -> bool:
 
 def spread_of(x: Array, dim: int) -> tuple[str, ...]:
     """The mesh axes that a dimension of a global array lies on."""
-    return _names(jax.typeof(x).sharding.spec[dim]) if active() else ()
+    return names_of(jax.typeof(x).sharding.spec[dim]) if active() else ()
 
 
 def lie(x: Any, where: PartitionSpec) -> Any:

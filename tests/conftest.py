@@ -3,6 +3,9 @@
 import gc
 import os
 import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and compute little: an unoptimized backend halves their time.
@@ -28,6 +31,24 @@ def room_for_programs():
     if MAPS.exists() and MAPS.read_text().count("\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def tpu_compiler() -> Callable[..., str]:
+    """Runs a script in a process of its own, because libtpu and the eight devices here do not mix; what it prints."""
+
+    def run(script: pathlib.Path, *arguments: str, level: str) -> str:
+        environment = os.environ | {
+            "JAX_OPTIMIZATION_LEVEL": level,
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "XLA_FLAGS": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        }
+        ended = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

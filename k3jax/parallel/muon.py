@@ -22,6 +22,7 @@ from k3jax.config_optim import Muon
 from k3jax.optim.blocks import BlockLayout, block_layout
 from k3jax.optim.muon import newton_schulz
 from k3jax.roles import Role, meta_by_path, meta_of, path_name
+from k3jax.sharding import names_of
 
 PIECE_BYTES = 2**29
 """Float32 bytes of the whole matrices that a device works on at once; a longer stack goes through in pieces."""
@@ -81,7 +82,8 @@ def orthogonalize_shards(updates: Any, meta: Any, specs: Any, *, config: Muon, p
       The tree of shards, float32. Two all-to-alls per stack whose matrices are sharded (in a loop over pieces, if there
       are several), and no other communication.
     """
-    sizes = {name: lax.axis_size(name) for spec in _by_path(specs).values() for name in _axes_of(spec)}
+    entries = (entry for spec in _by_path(specs).values() for entry in spec)
+    sizes = {name: lax.axis_size(name) for entry in entries for name in names_of(entry)}
     leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
     shapes = {path_name(path): x.shape for path, x in leaves}
     layouts, stacks = _plan(leaves, meta, specs, sizes, config, piece_bytes, local=True)
@@ -202,16 +204,12 @@ def _by_path(specs: Any) -> dict[str, Any]:
     return {path_name(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)}
 
 
-def _axes_of(spec) -> list[str]:
-    return [axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)]
-
-
 def _cuts(specs: Mapping[str, Any], name: str, ndim: int) -> list[tuple[str, ...]]:
     """The mesh axes that cut each dimension of an array."""
     if name not in specs:
         raise ValueError(f"parameter {name!r} has no PartitionSpec; there are specs for {sorted(specs)}")
     entries = [*specs[name], *(None,) * (ndim - len(specs[name]))]
-    return [tuple(_axes_of((entry,))) for entry in entries]
+    return [names_of(entry) for entry in entries]
 
 
 def _share(name: str, size: int, axes: tuple[str, ...], ways: int) -> int:

@@ -5,7 +5,6 @@ python -m k3jax.plan --config kimi_k3 --topology v5p:16x16x16 --layout kimi_k3_v
 python -m k3jax.plan --config attnres_194m --topology v5p:2x2x4 --search --budget 1800 --out runs/plan
 """
 
-import os
 import pathlib
 
 from absl import app, flags
@@ -68,11 +67,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # A machine with libtpu and no TPU would look for one, and ask its cloud for its place in a slice.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    runtime.start()
+    runtime.start_without_devices()
     flags.DEFINE_string("config", "nano", "a preset or a JSON file")
     flags.DEFINE_string("topology", "v5p:2x2x2", "chip:shape, such as v5p:16x16x16, tpu7x:4x4x8, v6e:4x4 or h200:4x8")
     flags.DEFINE_string("layout", "", "a named layout, or fields: fsdp=4,expert=8,tensor=2,transport=Balanced")

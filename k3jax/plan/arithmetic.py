@@ -14,7 +14,7 @@ from k3jax.parallel.muon import Stack
 from k3jax.parallel.transport import AllGather, RaggedAllToAll
 from k3jax.plan import chips, held, traffic, working_set
 from k3jax.plan.chips import Topology
-from k3jax.plan.cost import KDA_CYCLES
+from k3jax.plan.cost import KDA_CYCLES, MATMULS_REACH
 from k3jax.plan.held import Held
 from k3jax.plan.hlo import Collective
 from k3jax.plan.needs import Memory, Times
@@ -24,10 +24,8 @@ from k3jax.plan.traffic import again
 from k3jax.plan.working_set import Moment
 from k3jax.run_config import TrainConfig
 
-EFFICIENCY = 0.95
-"""Share of the peak that the compiler's own estimates of large matrix products come to, at its default level."""
 BANDWIDTH = 0.9
-"""The same of HBM, for operations on arrays."""
+"""What `cost.MATMULS_REACH` is of the peak, of HBM, for operations on arrays."""
 TRIPS = 3
 """How often an array of a layer's working set passes through HBM: written once, read twice."""
 PASSES = {"float32": 6, "bfloat16": 1}
@@ -121,7 +119,7 @@ def _tokens(config: TrainConfig, topology: Topology) -> float:
 def _products(config: TrainConfig, layout: Layout, topology: Topology, stacks: list[Stack]) -> list[Term]:
     """Matrix products that the compiler makes, and Muon's."""
     model, tokens = config.model, _tokens(config, topology)
-    rate = topology.chip.flops * EFFICIENCY
+    rate = topology.chip.flops * MATMULS_REACH
     sizes = _sizes(model)
     mla = sum(kind.mixer == "mla" for kind in model.kinds)
     # A backward pass costs two forward ones. Attention computes its logits once more in it, and without a cut of the
@@ -143,7 +141,7 @@ def _products(config: TrainConfig, layout: Layout, topology: Topology, stacks: l
         terms.append(
             Term("Muon", operations * passes / rate, f"Newton-Schulz in {muon.dtype}: {passes} x its operations")
         )
-    return [term._replace(source=f"{term.source}, at {EFFICIENCY:.0%} of the peak") for term in terms]
+    return [term._replace(source=f"{term.source}, at {MATMULS_REACH:.0%} of the peak") for term in terms]
 
 
 def _arrays(config: TrainConfig, layout: Layout, topology: Topology, parameters: list[Held]) -> Term:

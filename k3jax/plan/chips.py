@@ -1,14 +1,19 @@
 """What the accelerators can do, per device as JAX shows them, and how fast a group of devices can exchange bytes."""
 
 import math
+import pathlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from jax.experimental import topologies
 
 from k3jax.config import ConfigError
 from k3jax.peak import device_peak
 
 GIB = 2**30
+TARGETS = pathlib.Path(__file__).with_name("targets")
+"""What XLA is told of each GPU."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +157,33 @@ def seconds(topology: Topology, places: np.ndarray, kind: str, groups: np.ndarra
         longest = max(len(np.unique(group[:, d])) for d in range(group.shape[1]))
         return sent / bandwidth * max(longest / 4, 1)
     return sent / bandwidth
+
+
+def devices_of(topology: Topology) -> list[Any]:
+    """The devices of a described topology.
+
+    Raises:
+      ConfigError: there is no compiler for it here, or it refuses the topology.
+    """
+    describe, compiler = (_tpus, "A TPU's compiler comes with: pip install libtpu")
+    if not topology.is_tpu:
+        describe, compiler = (_gpus, "A GPU's compiler comes with: pip install -r requirements-cuda13.txt")
+    try:
+        found = describe(topology)
+    except Exception as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"--topology={topology.name}: {reason}. {compiler}") from error
+    if len(found) != topology.devices:
+        raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
+    return found
+
+
+def _tpus(topology: Topology) -> list[Any]:
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
+
+
+def _gpus(topology: Topology) -> list[Any]:
+    """Of one domain of nodes; XLA's shape is domains x nodes x GPUs."""
+    target = (TARGETS / f"{topology.name.partition(':')[0]}.txtpb").read_text(encoding="utf-8")
+    shape = "x".join(map(str, (1, *topology.shape)))
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices

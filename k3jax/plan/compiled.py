@@ -1,13 +1,11 @@
 """The real train step, compiled for devices that are not here, and what the compiler's own numbers say of it."""
 
 import math
-import pathlib
 import time
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 
 from k3jax import accounting, layout_report, loop, memory, placement, sharding
 from k3jax.config import ConfigError
@@ -18,39 +16,6 @@ from k3jax.plan.needs import Memory, Times
 from k3jax.plan.plans import Compiled, Plan, check_devices
 from k3jax.plan.remedies import remedies
 from k3jax.run_config import TrainConfig
-
-TARGETS = pathlib.Path(__file__).with_name("targets")
-"""What XLA is told of each GPU."""
-
-
-def devices_of(topology: Topology) -> list[Any]:
-    """The devices of a described topology.
-
-    Raises:
-      ConfigError: there is no compiler for it here, or it refuses the topology.
-    """
-    describe, compiler = (_tpus, "A TPU's compiler comes with: pip install libtpu")
-    if not topology.is_tpu:
-        describe, compiler = (_gpus, "A GPU's compiler comes with: pip install -r requirements-cuda13.txt")
-    try:
-        found = describe(topology)
-    except Exception as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError(f"--topology={topology.name}: {reason}. {compiler}") from error
-    if len(found) != topology.devices:
-        raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
-    return found
-
-
-def _tpus(topology: Topology) -> list[Any]:
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
-
-
-def _gpus(topology: Topology) -> list[Any]:
-    """Of one domain of nodes; XLA's shape is domains x nodes x GPUs."""
-    target = (TARGETS / f"{topology.name.partition(':')[0]}.txtpb").read_text(encoding="utf-8")
-    shape = "x".join(map(str, (1, *topology.shape)))
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
 
 
 def lower(config: TrainConfig, layout: Layout, devices: list[Any]) -> jax.stages.Lowered:
@@ -138,7 +103,7 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
         compiler for them.
     """
     check_devices(layout, topology)
-    devices = devices_of(topology)
+    devices = chips.devices_of(topology)
     start = time.perf_counter()
     lowered = lower(config, layout, devices)
     middle = time.perf_counter()

@@ -115,5 +115,4 @@ def _axes(where: NamedSharding) -> list[str]:
 
 def _large(mesh, entry) -> tuple[str, ...]:
     """The mesh axes of one dimension that hold more than one device."""
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(name for name in names if mesh.shape[name] > 1)
+    return tuple(name for name in sharding.names_of(entry) if mesh.shape[name] > 1)

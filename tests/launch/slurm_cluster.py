@@ -13,6 +13,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+from launch.local import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "scontrol", "squeue", "srun")
 
 # More slots than cores; a job that is requeued may begin after five seconds, not after the usual two minutes.
@@ -59,17 +61,11 @@ def find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def cluster(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     """Starts the daemons and stops them; the variables with which Slurm's commands find them."""
     host = socket.gethostname().partition(".")[0]
-    ports = dict(controller=_free_port(), daemon=_free_port())
+    ports = dict(controller=free_port(), daemon=free_port())
     (folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=folder, **ports))
     for name in ("state", "spool"):
         (folder / name).mkdir()

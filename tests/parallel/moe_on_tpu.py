@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from k3jax import config as c
 from k3jax import layouts, placement, presets, runtime, sharding
 from k3jax.model.moe import MoELayer
-from k3jax.plan import chips, compiled, hlo
+from k3jax.plan import chips, hlo
 
 LAYOUT = layouts.load("fsdp=2,expert=2,tensor=2,transport=RaggedAllToAll")
 MOE = c.MoE(experts=8, active=2, width=512, shared=1)
@@ -19,7 +19,7 @@ MOE = c.MoE(experts=8, active=2, width=512, shared=1)
 def lowered() -> jax.stages.Lowered:
     """The layer's forward pass."""
     model = c.replace(presets.load("kimi_k3").model, dim=512, moe=MOE)
-    mesh = placement.make_mesh(LAYOUT.sizes, compiled.devices_of(chips.topology("tpu7x:2x2x1")))
+    mesh = placement.make_mesh(LAYOUT.sizes, chips.devices_of(chips.topology("tpu7x:2x2x1")))
     graph, state = nnx.split(jax.eval_shape(lambda: MoELayer(model)))
 
     def place(variable):
@@ -39,7 +39,7 @@ def lowered() -> jax.stages.Lowered:
 
 
 def main() -> None:
-    runtime.start()
+    runtime.start_without_devices()
     program = hlo.Program.parse(lowered().compile().as_text())
     issued = program.computations[program.entry]
     ends = [n for n, one in enumerate(issued) if "ragged-all-to-all" in one.name and one.opcode.endswith("-done")]

@@ -12,6 +12,7 @@ import pytest
 from k3jax import distributed
 from k3jax.config import ConfigError
 from k3jax.distributed import Membership, join_processes, meet, membership
+from launch.local import free_port
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "TPU_WORKER_HOSTNAMES")
 SLURM = {
@@ -30,12 +31,6 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(distributed, "LINGER", 0.5)
     monkeypatch.setattr(distributed, "PATIENCE", 1.0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def told(*members: Membership, seconds: float = 1.0, visitor=None) -> list[BaseException | None]:

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pathlib
-import socket
 import threading
 import time
 
@@ -17,6 +16,7 @@ from k3jax.config import ConfigError
 from k3jax.config_data import Mixture, TokenRecords, Weighted
 from k3jax.exits import Exit
 from k3jax.presets import tiny
+from launch.local import free_port
 
 VERSIONS = {"commit": "abc (sources 12)", "Python": "3.12.3", "jax": "0.12.0.1", "libtpu": "0.0.52"}
 
@@ -150,12 +150,6 @@ def test_processes_are_judged_when_they_meet(tmp_path, monkeypatch):
     assert len(seen) == 1 and abs(seen[0][1]["offset"]) < 1
     assert {str(error) for error in outcomes.values()} == {str(outcomes[0])} and len(outcomes) == 2
     assert "(process 1): jax is 0.11.2, but 0.12.0.1 elsewhere" in str(outcomes[0])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def device(count=4, kind="TPU v5", **fields):

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from k3jax import layouts, presets
+from k3jax import layouts, presets, runtime
 from k3jax.config import replace
 from k3jax.plan import chips, compiled, hlo
 from k3jax.run_config import TrainConfig
@@ -58,7 +58,7 @@ def text(name: str, size: str) -> str:
     config, layout = config_of(name, size), layouts.LAYOUTS[name]
     topology = chips.topology(CASES[name].topology)
     compiled.check_devices(layout, topology)
-    program = compiled.lower(config, layout, compiled.devices_of(topology)).compile()
+    program = compiled.lower(config, layout, chips.devices_of(topology)).compile()
     found = hlo.collectives(hlo.Program.parse(program.as_text()), layout.sizes)
     lines = [
         f"{name}: {layouts.text(layout)}",
@@ -97,4 +97,5 @@ def main(what: str, size: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
+    runtime.start_without_devices()
     main(*sys.argv[1:])

@@ -72,7 +72,7 @@ def measure(case: Case) -> dict:
     config, topology, layout = configuration(case.config, case.settings), chips.topology(case.topology), case.layout
     start, layout = time.process_time(), layouts.load(layout)
     compiled.check_devices(layout, topology)
-    program = compiled.lower(config, layout, compiled.devices_of(topology)).compile()
+    program = compiled.lower(config, layout, chips.devices_of(topology)).compile()
     memory = compiled.memory_of(config, layout, topology, program.memory_analysis())
     seconds = round(time.process_time() - start)
     return {**case._asdict(), "bytes": memory.total, "parts": vars(memory), "processor_seconds": seconds}
@@ -93,8 +93,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    runtime.start()
+    runtime.start_without_devices()
     app.run(main)

@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import golden_collectives
 import pytest
@@ -27,30 +25,14 @@ def installed_compiler() -> str | None:
         return None
 
 
-def compiled(name: str, size: str) -> str:
-    """The text, from a process of its own: libtpu and the tests' eight devices do not mix."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_OPTIMIZATION_LEVEL": "O1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "XLA_FLAGS": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    command = [sys.executable, golden_collectives.__file__, "print", size, name]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])[name]
-
-
 @pytest.mark.skipif(
     installed_compiler() != LIBTPU, reason=f"goldens are of libtpu {LIBTPU}, and here is {installed_compiler()}"
 )
 @pytest.mark.parametrize("golden", NAMES)
-def test_a_step_sends_what_its_golden_says(golden):
+def test_a_step_sends_what_its_golden_says(golden, tpu_compiler):
     name, size = golden.split(".")
-    assert compiled(name, size) == golden_collectives.golden(name, size).read_text()
+    said = tpu_compiler(pathlib.Path(golden_collectives.__file__), "print", size, name, level="O1")
+    assert json.loads(said.splitlines()[-1])[name] == golden_collectives.golden(name, size).read_text()
 
 
 def promised() -> dict[str, set[tuple[str, str]]]:

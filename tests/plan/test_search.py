@@ -9,7 +9,7 @@ import pytest
 
 from k3jax import layouts, presets
 from k3jax.config import ConfigError, replace
-from k3jax.plan import chips, compiled, search, search_report, workers, working_set
+from k3jax.plan import chips, search, search_report, workers, working_set
 from k3jax.plan.remedies import Remedy
 from k3jax.progress import Progress
 from launch import from_plan
@@ -138,8 +138,8 @@ def test_without_a_compiler_the_command_that_brings_one_is_said(monkeypatch, top
     def refuse(**kwargs):
         raise RuntimeError("no plugin\nand more")
 
-    monkeypatch.setattr(compiled.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
     with pytest.raises(
         ConfigError, match=rf"{topology}: no plugin\. A .PU's compiler comes with: pip install {package}"
     ):
-        compiled.devices_of(chips.topology(topology))
+        chips.devices_of(chips.topology(topology))
