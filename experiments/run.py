@@ -71,10 +71,9 @@ class Pool:
                 self._start()
                 time.sleep(0.5)
                 self._collect()
-                done = sum(self._done(group) for group in self._all)
                 if live:
                     live.update(self.table())
-                elif done != seen:
+                elif (done := sum(self._done(self._results(group)) for group in self._all)) != seen:
                     seen = done
                     print(f"{done} of {len(self._all) * self._runs} runs", flush=True)
 
@@ -113,8 +112,8 @@ class Pool:
         place = Run(self._study, *group, self._study.rates[0], 0).folder(self._root).parent
         return [read_json(path) for path in sorted(place.glob(f"*/{folder.RESULT}"))]
 
-    def _done(self, group: Group) -> int:
-        return min(self._runs, len(self._results(group)))
+    def _done(self, results: list[dict]) -> int:
+        return min(self._runs, len(results))
 
     def table(self) -> Table:
         """Every group with its state, the runs made, and the best of the metric so far."""
@@ -127,7 +126,7 @@ class Pool:
             state = "running" if group in self._running else "waiting" if group in self._todo else "done"
             state = "failed" if group in self.failed else state
             minutes = sum(found["seconds"] for found in results) / 60
-            table.add_row(*group, state, f"{self._done(group)}/{self._runs}", best, f"{minutes:.1f}")
+            table.add_row(*group, state, f"{self._done(results)}/{self._runs}", best, f"{minutes:.1f}")
         return table
 
 

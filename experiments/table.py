@@ -106,8 +106,7 @@ def markdown(study: Study, found: list[Row]) -> str:
         "Mean ± standard error over seeds at each variant's best rate. Differences are paired by seed, with their "
         "95 % interval (Student's t)."
     ]
-    edges = (min(study.rates), max(study.rates))
-    if any(rate in edges for rate in best_rates(study, found).values()) and len(study.rates) > 1:
+    if any(_at_end(study, rate) for rate in best_rates(study, found).values()):
         notes.append("A rate with * is at an end of the grid.")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in found))
     minutes = sum(row["seconds"] for row in found) / 60
@@ -124,12 +123,17 @@ def _table(study: Study, variants: dict[str, dict[int, Row]]) -> list[str]:
         values = _values(study, seeds)
         whole, difference = stats.mean(list(values.values())), stats.paired(values, control)
         rate = next(iter(seeds.values()))["rate"]
-        star = "*" if len(study.rates) > 1 and rate in (min(study.rates), max(study.rates)) else ""
+        star = "*" if _at_end(study, rate) else ""
         against = "" if variant == study.control or difference is None else _difference(difference)
         shown = [_shown([row.get(extra) for row in seeds.values()]) for extra in study.shown]
         cells = [variant, f"{rate:g}{star}", _with_error(whole), str(whole.count), against, *shown]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _at_end(study: Study, rate: float) -> bool:
+    """Whether a search of several rates ended at the smallest or the largest."""
+    return len(study.rates) > 1 and rate in (min(study.rates), max(study.rates))
 
 
 def _values(study: Study, seeds: dict[int, Row]) -> dict[int, float]:
