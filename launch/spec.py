@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from k3jax import config_io, layouts, placement, presets, sharding
 from k3jax.config import ConfigError, require, require_positive
 from k3jax.config_layout import Layout
+from k3jax.run_config import TrainConfig
 from launch import storage
 from launch.machines import Machines, machines
 
@@ -197,12 +198,12 @@ def load(path: str | Path) -> RunSpec:
     return config_io.load_json(RunSpec, path, complete=False)
 
 
-def save(spec: RunSpec, path: str | Path) -> None:
-    """Writes a spec with all its fields."""
+def save(spec: RunSpec | TrainConfig, path: str | Path) -> None:
+    """Writes a spec, or the configuration that one names, with all its fields."""
     try:
         config_io.save_json(spec, path)
     except OSError as error:
-        raise ConfigError(f"cannot write the spec {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def _product(layout: Layout) -> str:

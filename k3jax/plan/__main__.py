@@ -32,7 +32,7 @@ def one(given, config: TrainConfig, topology: Topology) -> None:
         found = planner.plan(config, layout, topology)
     print(report.text(found))
     if given.out:
-        report.write(found, config.model, given.config, pathlib.Path(given.out))
+        report.write(found, config, given.config, pathlib.Path(given.out))
 
 
 def many(given, config: TrainConfig, topology: Topology) -> None:
@@ -48,7 +48,7 @@ def many(given, config: TrainConfig, topology: Topology) -> None:
             found = workers.compiled(found, call, out, budget=given.budget, count=given.candidates, progress=progress)
     print(search_report.text(found))
     if out:
-        search_report.write(found, config.model, given.config, out)
+        search_report.write(found, config, given.config, out)
 
 
 def main(argv: list[str]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from k3jax import layouts, run_folder
-from k3jax.config import ModelConfig
+from k3jax import config_io, layouts, run_folder
 from k3jax.plan import hlo
 from k3jax.plan.plans import Arithmetic, Plan
+from k3jax.run_config import TrainConfig
 
 GB = 1e9
 
@@ -92,17 +92,17 @@ def _of_communication(plan: Plan) -> str:
     return f"of {plan.times.communication:.3f} s by link bandwidth"
 
 
-def as_json(plan: Plan, model: ModelConfig, config: str) -> dict:
-    """Everything that the tables show, for other programs. config: the name that the plan was made for."""
+def as_json(plan: Plan, config: TrainConfig, name: str) -> dict:
+    """Everything that the tables show, for other programs, and the whole configuration. name: what it was made from."""
     times, memory, made = plan.times, plan.memory, plan.made
     sent = [
         {"kind": kind, "axes": list(axes), **row} for (kind, axes), row in hlo.summary(plan.sent).items()
     ]  # fmt: skip
     found = {
-        "config": config,
+        "name": name,
+        "config": config_io.to_dict(config),
         "topology": plan.topology.name,
         "layout": layouts.text(plan.layout),
-        "layers": model.layers,
         "made": type(made).__name__.lower(),
         "memory": {**vars(memory), "total": memory.total, "fits": memory.fits},
         "collectives": sent,
@@ -122,11 +122,11 @@ def as_json(plan: Plan, model: ModelConfig, config: str) -> dict:
     }
 
 
-def write(plan: Plan, model: ModelConfig, config: str, folder: pathlib.Path) -> None:
+def write(plan: Plan, config: TrainConfig, name: str, folder: pathlib.Path) -> None:
     """``plan.txt``, ``plan.json`` and ``plan.png`` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_text(folder / "plan.txt", text(plan) + "\n")
-    run_folder.write_text(folder / "plan.json", json.dumps(as_json(plan, model, config), indent=1) + "\n")
+    run_folder.write_text(folder / "plan.json", json.dumps(as_json(plan, config, name), indent=1) + "\n")
     figure(plan).savefig(folder / "plan.png", dpi=150)
 
 

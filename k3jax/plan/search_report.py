@@ -6,9 +6,9 @@ import pathlib
 from matplotlib.figure import Figure
 
 from k3jax import run_folder
-from k3jax.config import ModelConfig
 from k3jax.plan import report
 from k3jax.plan.search import Candidate, Found
+from k3jax.run_config import TrainConfig
 
 GB = 1e9
 SHOWN = 20
@@ -38,11 +38,11 @@ def _how(one: Candidate) -> str:
     return "arithmetic" if one.compiled is None else "compiler"
 
 
-def as_json(found: Found, model: ModelConfig, config: str) -> dict:
+def as_json(found: Found, config: TrainConfig, name: str) -> dict:
     """The ranking for other programs, with the whole plans of those that no other beats."""
     best = {one.layout for one in found.best}
     return {
-        "config": config,
+        "name": name,
         "topology": found.topology.name,
         "shapes": found.legal,
         "layouts": [
@@ -58,22 +58,22 @@ def as_json(found: Found, model: ModelConfig, config: str) -> dict:
             }
             for one in found.fitting
         ],
-        "best": [plan(one, model, config) for one in found.best],
+        "best": [plan(one, config, name) for one in found.best],
     }
 
 
-def plan(one: Candidate, model: ModelConfig, config: str) -> dict:
+def plan(one: Candidate, config: TrainConfig, name: str) -> dict:
     """The plan of a candidate, as `report.write` leaves it: the compiler's if there is one."""
-    return report.as_json(one.predicted, model, config) if one.compiled is None else one.compiled
+    return report.as_json(one.predicted, config, name) if one.compiled is None else one.compiled
 
 
-def write(found: Found, model: ModelConfig, config: str, folder: pathlib.Path) -> None:
+def write(found: Found, config: TrainConfig, name: str, folder: pathlib.Path) -> None:
     """``search.txt``, ``search.json`` and ``search.png``, and the first layout's ``plan.json``, from which
     `launch.from_plan` makes a run."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_text(folder / "search.txt", text(found) + "\n")
-    run_folder.write_text(folder / "search.json", json.dumps(as_json(found, model, config), indent=1) + "\n")
-    run_folder.write_text(folder / "plan.json", json.dumps(plan(found.fitting[0], model, config), indent=1) + "\n")
+    run_folder.write_text(folder / "search.json", json.dumps(as_json(found, config, name), indent=1) + "\n")
+    run_folder.write_text(folder / "plan.json", json.dumps(plan(found.fitting[0], config, name), indent=1) + "\n")
     figure(found).savefig(folder / "search.png", dpi=150)
 
 

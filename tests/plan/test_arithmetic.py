@@ -114,7 +114,7 @@ def test_gpus_are_planned_too(config, nothing_kept):
 
 def test_the_report_says_that_nothing_was_compiled(config, nothing_kept, tmp_path):
     found = arithmetic.plan(config, Layout(fsdp=2, expert=4), chips.topology("v5p:2x2x2"))
-    report.write(found, config.model, "tiny", tmp_path)
+    report.write(found, config, "tiny", tmp_path)
     assert (tmp_path / "plan.txt").read_text().startswith("BY ARITHMETIC") and (tmp_path / "plan.png").stat().st_size
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["made"] == "arithmetic"

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from k3jax import layouts, presets
+from k3jax import config_io, layouts, presets
 from k3jax.config import ConfigError, replace
 from k3jax.plan import chips, search, search_report, workers, working_set
 from k3jax.plan.remedies import Remedy
@@ -65,7 +65,7 @@ def test_without_a_fitting_layout_the_nearest_is_named(config, monkeypatch):
         search.ranked(config, chips.topology("v5p:2x2x1"))
 
 
-def fake(outcomes):
+def fake(config, outcomes):
     """A process that ends as the next outcome says: seconds of a step, or the error that it prints."""
     left = iter(outcomes)
 
@@ -79,7 +79,8 @@ def fake(outcomes):
         plan = {
             "topology": "v5p:2x2x1",
             "layout": command[command.index("--layout") + 1],
-            "layers": 3,
+            "name": "micro.json",
+            "config": config_io.to_dict(config),
             "memory": {"total": 10**9, "hbm": 10**11, "fits": True},
             "seconds": {"step": outcome},
             "binding": "kernels",
@@ -95,7 +96,7 @@ def compile_some(found, config, folder, outcomes, budget=60):
     call = workers.Call("micro.json", "v5p:2x2x1", ("batch=8",))
     with Progress(1) as progress:
         return workers.compiled(
-            found, call, folder, budget=budget, count=len(outcomes), progress=progress, run=fake(outcomes)
+            found, call, folder, budget=budget, count=len(outcomes), progress=progress, run=fake(config, outcomes)
         )
 
 
@@ -117,12 +118,11 @@ def test_without_time_nothing_is_compiled(found, config, tmp_path):
 def test_the_best_plan_becomes_a_run(found, config, tmp_path):
     ranked = compile_some(found, config, tmp_path, [3.0, 2.0])
     for one, expected in ((ranked, 2.0), (found, found.best[0].step)):
-        search_report.write(one, config.model, "micro.json", tmp_path)
+        search_report.write(one, config, "micro.json", tmp_path)
         assert (tmp_path / "search.png").stat().st_size and json.loads((tmp_path / "search.json").read_text())["best"]
         plan = from_plan.read(tmp_path / "plan.json")
         assert plan["seconds"]["step"] == expected
-        layers = config.model.layers
-        assert plan["layers"] == layers and plan["memory"]["fits"]
+        assert plan["config"] == config and plan["memory"]["fits"]
         layouts.load(plan["layout"])
 
 
