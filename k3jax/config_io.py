@@ -154,8 +154,10 @@ def _build(hint: Any, value: Any, path: str, *, complete: bool) -> Any:
         if matches:
             return converted
     shown = value.name if isinstance(value, _Call) else value
-    hint_text = did_you_mean(value, _words(hint)) if isinstance(value, str) else ""
-    raise ConfigError(f"{path or 'configuration'} = {shown!r}, but it must be {_expected(hint)}{hint_text}")
+    advice = did_you_mean(value, _words(hint)) if isinstance(value, str) else ""
+    if isinstance(value, str) and value in _classes(hint):
+        advice = f'; a class is written without quotes, and in JSON as {{"{TAG}": "{value}"}}'
+    raise ConfigError(f"{path or 'configuration'} = {shown!r}, but it must be {_expected(hint)}{advice}")
 
 
 def _selected(hint: Any, value: Mapping | _Call | _Name, path: str) -> tuple[type, Mapping[str, Any]]:

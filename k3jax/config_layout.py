@@ -47,10 +47,13 @@ class Layout:
     def __post_init__(self):
         require_positive(self, "data", "fsdp", "expert", "context", "tensor", "pipeline")
         require(self.pipeline == 1, f"Layout.pipeline = {self.pipeline}, but that axis is reserved: it must be 1")
-        wrong = [axis for axis in self.dense if axis not in ("fsdp", "expert")]
-        require(not wrong, f"Layout.dense has {wrong}, but it may name 'fsdp' and 'expert'")
-        wrong = [axis for axis in self.optimizer if axis not in ("data", "fsdp", "expert", "context")]
-        require(not wrong, f"Layout.optimizer has {wrong}, but it may name 'data', 'fsdp', 'expert' and 'context'")
+        self._check_axes("dense", ("fsdp", "expert"))
+        self._check_axes("optimizer", ("data", "fsdp", "expert", "context"))
+
+    def _check_axes(self, name: str, valid: tuple[MeshAxis, ...]) -> None:
+        axes = getattr(self, name)
+        wrong = [axis for axis in axes if axis not in valid or axes.count(axis) > 1]
+        require(not wrong, f"Layout.{name} has {wrong}, but it may name each of {', '.join(valid)} once")
 
     @property
     def sizes(self) -> dict[str, int]:

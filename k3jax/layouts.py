@@ -55,9 +55,12 @@ def load(text: str) -> Layout:
             f"--layout={text}: {first!r} is no layout and not of the form axis=size{near} "
             f"(layouts: {', '.join(LAYOUTS)})"
         )
-    for setting in settings:
-        _check(text, setting, base)
-    return config_io.override(base, settings)
+    try:
+        for setting in settings:
+            _check(setting, base)
+        return config_io.override(base, settings)
+    except ConfigError as error:
+        raise ConfigError(f"--layout={text}: {error}") from error
 
 
 def _fields(text: str) -> list[str]:
@@ -65,15 +68,19 @@ def _fields(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
-def _check(text: str, setting: str, base: Layout) -> None:
+def _check(setting: str, base: Layout) -> None:
     """Raises ConfigError for an axis that does not exist or a size that is none."""
     name, _, value = setting.partition("=")
     if name.partition(".")[0] in OTHER:
         return
     if name not in base.sizes:
-        raise ConfigError(f"--layout={text}: there is no axis {name!r}; the axes are {', '.join(base.sizes)}")
+        near = config_io.did_you_mean(name, [*base.sizes, *OTHER])
+        raise ConfigError(
+            f"there is no axis {name!r}{near}; the axes are {', '.join(base.sizes)}; the other fields"
+            f" are {', '.join(OTHER)}"
+        )
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"--layout={text}: {setting!r} is not of the form axis=size with a size of at least 1")
+        raise ConfigError(f"{setting!r} is not of the form axis=size with a size of at least 1")
 
 
 def text(layout: Layout) -> str:

@@ -31,13 +31,13 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         factors = " x ".join(f"{name} {size}" for name, size in zip(sharding.MESH_AXES, shape) if size > 1) or "1"
         raise ConfigError(
             f"the mesh {factors} needs {np.prod(shape)} devices, but there are {len(devices)}"
-            f"{_sizes_that_fit(shape, len(devices))}"
+            f"{sizes_that_fit(shape, len(devices))}"
         )
     kinds = (AxisType.Explicit,) * len(shape)
     return Mesh(np.asarray(devices).reshape(shape), sharding.MESH_AXES, axis_types=kinds)
 
 
-def _sizes_that_fit(shape: Sequence[int], devices: int) -> str:
+def sizes_that_fit(shape: Sequence[int], devices: int) -> str:
     """For one axis at a time, the size with which the others as they are make up all devices."""
     fits = []
     for name, size in zip(sharding.MESH_AXES, shape):
@@ -54,7 +54,7 @@ def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]
     """
     devices = jax.devices()
     if not text and jax.process_count() == 1:
-        rows = math.gcd(*(stage.batch // stage.micro_batches for stage in _stages(config)))
+        rows = math.gcd(*(stage.batch // stage.micro_batches for stage in stages_of(config)))
         count = next(count for count in range(len(devices), 0, -1) if rows % count == 0)
         if count < len(devices):
             logging.warning("using %d of %d devices: over more, %d rows do not divide", count, len(devices), rows)
@@ -65,7 +65,7 @@ def layout_of_flag(text: str, config: TrainConfig) -> tuple[Mesh | None, Layout]
     return make_mesh(layout.sizes, devices), layout
 
 
-def _stages(config: TrainConfig) -> list[TrainConfig]:
+def stages_of(config: TrainConfig) -> list[TrainConfig]:
     return [config.at(number) for number in range(config.last_stage + 1)]
 
 
@@ -77,7 +77,7 @@ def layout_of(mesh: Mesh, layout: Layout) -> Layout:
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError when the rows or the tokens of some stage do not divide over the mesh."""
     ways = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
-    for number, stage in enumerate(_stages(config)):
+    for number, stage in enumerate(stages_of(config)):
         rows = stage.batch // stage.micro_batches
         if rows % ways:
             fitting = max(rows - rows % ways, ways)

@@ -6,13 +6,15 @@ python -m k3jax.plan --config attnres_194m --topology v5p:2x2x4 --search --budge
 """
 
 import pathlib
+import tempfile
 
 from absl import app, flags
 
-from k3jax import config_io, layouts, presets, runtime
+from k3jax import config_io, layouts, placement, presets, runtime
 from k3jax.config import ConfigError
 from k3jax.plan import arithmetic, chips, compiled, report, search, search_report, workers
 from k3jax.plan.chips import Topology
+from k3jax.plan.remedies import remedied
 from k3jax.progress import Progress
 from k3jax.run_config import TrainConfig
 
@@ -23,32 +25,60 @@ def changes(given) -> list[str]:
     return [*(f"{name}={value}" for name, value in fields.items() if value is not None), *given["set"].value]
 
 
-def one(given, config: TrainConfig, topology: Topology) -> None:
+def hardest(config: TrainConfig) -> TrainConfig:
+    """The run at the stage that needs most memory: that of the most tokens at a time, and of the longest rows."""
+    stages = placement.stages_of(config)
+    at_a_time = [(one.tokens_per_step // one.micro_batches, one.seq_len) for one in stages]
+    number = at_a_time.index(max(at_a_time))
+    if len(stages) > 1:
+        rows = f"rows of {stages[number].seq_len:,} tokens"
+        print(f"of {len(stages)} stages number {number} needs most, and is planned: {rows}", flush=True)
+    return stages[number]
+
+
+def writable(folder: str) -> pathlib.Path | None:
+    """The folder, made before anything takes minutes.
+
+    Raises:
+      ConfigError: nothing can be written there.
+    """
+    if not folder:
+        return None
+    try:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out={folder}: nothing can be written there ({error.strerror})") from error
+    return pathlib.Path(folder)
+
+
+def one(given, config: TrainConfig, topology: Topology, out: pathlib.Path | None) -> None:
     """Plans one layout."""
-    layout = layouts.load(given.layout)
+    layout, stage = layouts.load(given.layout), hardest(config)
     with Progress(1) as progress:
         doing, planner = ("adding up", arithmetic) if given["no-compile"].value else ("compiling", compiled)
         progress.phase(f"{doing} the train step for {topology.devices:,} devices")
-        found = planner.plan(config, layout, topology)
+        found = remedied(stage, planner.plan(stage, layout, topology))
     print(report.text(found))
-    if given.out:
-        report.write(found, config, given.config, pathlib.Path(given.out))
+    if out:
+        report.write(found, config, given.config, out)
 
 
-def many(given, config: TrainConfig, topology: Topology) -> None:
+def many(given, config: TrainConfig, topology: Topology, out: pathlib.Path | None) -> None:
     """Searches for the best layout."""
     if given.layout:
         raise ConfigError(f"--search looks for a layout, so that --layout={given.layout} says nothing; leave one out")
-    out = pathlib.Path(given.out) if given.out else None
     with Progress(1) as progress:
         progress.phase(f"adding up the layouts of {topology.devices:,} devices")
-        found = search.ranked(config, topology)
+        found = search.ranked(hardest(config), topology)
         if not given["no-compile"].value:
             call = workers.Call(given.config, topology.name, tuple(changes(given)))
             found = workers.compiled(found, call, out, budget=given.budget, count=given.candidates, progress=progress)
     print(search_report.text(found))
     if out:
         search_report.write(found, config, given.config, out)
+    if found.failed and not any(one.compiled for one in found.fitting):
+        raise ConfigError(f"none of the {len(found.failed)} layouts that were compiled can be used")
 
 
 def main(argv: list[str]) -> None:
@@ -61,7 +91,7 @@ def main(argv: list[str]) -> None:
         )
         tokens = config.batch * config.seq_len
         print(f"{given.config}: {config.batch:,} rows of {config.seq_len:,} = {tokens:,} tokens a step", flush=True)
-        (many if given.search else one)(given, config, topology)
+        (many if given.search else one)(given, config, topology, writable(given.out))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
 

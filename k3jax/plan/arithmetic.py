@@ -1,6 +1,5 @@
 """A plan by arithmetic: memory, communication and time from shapes and rates. Seconds, no compiler, any topology."""
 
-import dataclasses
 import functools
 import math
 import time
@@ -19,7 +18,6 @@ from k3jax.plan.held import Held
 from k3jax.plan.hlo import Collective
 from k3jax.plan.needs import Memory, Times
 from k3jax.plan.plans import Arithmetic, Plan, Term, check_devices
-from k3jax.plan.remedies import remedies
 from k3jax.plan.traffic import again
 from k3jax.plan.working_set import Moment
 from k3jax.run_config import TrainConfig
@@ -42,13 +40,11 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
     mesh = layout_report.mesh_of(layout)
     placement.check_model(config.model, mesh)
     placement.check_batch(config, mesh)
-    found = unchecked(config, layout, topology)
-    fixes = [] if found.memory.fits else remedies(config, layout, found.memory)
-    return dataclasses.replace(found, remedies=fixes)
+    return unchecked(config, layout, topology)
 
 
 def unchecked(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
-    """:func:`plan` of a layout that has passed the checks, without remedies."""
+    """:func:`plan` of a layout that has passed the checks."""
     start = time.perf_counter()
     parameters, work = held.parameters(config.model, layout), traffic.work_of(config, layout)
     stacks = traffic.muon_stacks(config, layout, parameters)
@@ -57,7 +53,7 @@ def unchecked(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
     sent = traffic.collectives(config, layout, parameters, stacks)
     times, terms = times_of(config, layout, topology, parameters, stacks, sent)
     made = Arithmetic(peak.name, peak.terms, terms, time.perf_counter() - start)
-    return Plan(topology, layout, needs, times, sent, [], made)
+    return Plan(topology, layout, needs, times, sent, made)
 
 
 def memory_of(
@@ -68,7 +64,9 @@ def memory_of(
     kept = sum(one.optimizer_bytes(config.optimizer) for one in parameters)
     saved = working_set.kept(config, topology.devices)
     peak = max(moments, key=lambda one: one.bytes + one.keeps * saved)
-    tiles = sum(one.layers * (working_set.compact(*one.rest) - math.prod(one.rest) * 4) for one in parameters)
+    tiles = topology.is_tpu * sum(
+        one.layers * (working_set.compact(*one.rest) - math.prod(one.rest) * 4) for one in parameters
+    )
     padding = Term("tiles", tiles * (2 + round(kept / weights)), "what tiles of 8 x 128 add to state and gradients")
     terms = [*peak.terms, padding]
     if not peak.keeps:
@@ -137,7 +135,7 @@ def _products(config: TrainConfig, layout: Layout, topology: Topology, stacks: l
         operations = sum(
             s.each * s.pieces * (4 * s.shape[0] ** 2 * s.shape[1] + 2 * s.shape[0] ** 3) for s in stacks
         ) * len(NEWTON_SCHULZ[muon.newton_schulz])
-        passes = PASSES[muon.dtype]
+        passes = PASSES[muon.dtype] if topology.is_tpu else 1  # a GPU's, as compiled plans count them
         terms.append(
             Term("Muon", operations * passes / rate, f"Newton-Schulz in {muon.dtype}: {passes} x its operations")
         )
@@ -160,9 +158,15 @@ def _kernels(config: TrainConfig, layout: Layout, topology: Topology) -> list[Te
     """Those of KDA by their counted cycles, the experts' products at the peak, as for compiled plans."""
     model, chip, tokens = config.model, topology.chip, _tokens(config, topology)
     kda, moe = (sum(name in kind for kind in model.kinds) for name in ("kda", "moe"))
-    forward, backward = KDA_CYCLES.get(chip.kind, KDA_CYCLES["TPU v5"])
     runs = 1 + again(model.remat, "states")
-    cycles = kda * model.kda.heads * (model.kda.head_dim / 128) ** 2 * (forward * runs + backward)
+    if topology.is_tpu:
+        forward, backward = KDA_CYCLES.get(chip.kind, KDA_CYCLES["TPU v5"])
+        cycles = kda * model.kda.heads * (model.kda.head_dim / 128) ** 2 * (forward * runs + backward)
+        of_kda = Term("kernels of KDA", cycles * tokens / chip.clock, f"counted cycles, {runs} x forward and backward")
+    else:
+        operations = _flops(model, config.seq_len).parts["KDA"] * (runs + 2)
+        source = f"operations of the chunk form x {runs + 2}, at {MATMULS_REACH:.0%} of the peak"
+        of_kda = Term("kernels of KDA", operations * tokens / (chip.flops * MATMULS_REACH), source)
     L = model.moe.latent.dim if model.moe.latent else model.dim
     factor = (
         layout.transport.factor if layout.expert > 1 and isinstance(layout.transport, AllGather | RaggedAllToAll) else 1
@@ -172,7 +176,7 @@ def _kernels(config: TrainConfig, layout: Layout, topology: Topology) -> list[Te
     products = 11 + 3 * again(model.remat) * (model.moe.latent is not None)
     experts = moe * 2 * model.moe.active * factor * L * model.moe.width * products
     return [
-        Term("kernels of KDA", cycles * tokens / chip.clock, f"counted cycles, {runs} x forward and backward"),
+        of_kda,
         Term(
             "kernels of experts",
             experts * tokens / chip.flops,

@@ -165,14 +165,15 @@ def devices_of(topology: Topology) -> list[Any]:
     Raises:
       ConfigError: there is no compiler for it here, or it refuses the topology.
     """
-    describe, compiler = (_tpus, "A TPU's compiler comes with: pip install libtpu")
+    describe, compiler = (_tpus, "A TPU's compiler comes with: pip install -r requirements-tpu.txt")
     if not topology.is_tpu:
         describe, compiler = (_gpus, "A GPU's compiler comes with: pip install -r requirements-cuda13.txt")
     try:
         found = describe(topology)
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError(f"--topology={topology.name}: {reason}. {compiler}") from error
+        refused = "INVALID_ARGUMENT" in reason  # a compiler is there, and knows no such topology
+        raise ConfigError(f"--topology={topology.name}: {reason}{'' if refused else f'. {compiler}'}") from error
     if len(found) != topology.devices:
         raise ConfigError(f"{topology.name} has {len(found)} devices, not {topology.devices}")
     return found

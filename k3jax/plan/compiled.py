@@ -14,7 +14,6 @@ from k3jax.plan import chips, cost, hlo, roofline
 from k3jax.plan.chips import Topology
 from k3jax.plan.needs import Memory, Times
 from k3jax.plan.plans import Compiled, Plan, check_devices
-from k3jax.plan.remedies import remedies
 from k3jax.run_config import TrainConfig
 
 
@@ -118,6 +117,5 @@ def plan(config: TrainConfig, layout: Layout, topology: Topology) -> Plan:
         needs,
         times_of(config, topology, found.computing, found.sent, places),
         found.sent,
-        [] if needs.fits else remedies(config, layout, needs),
         Compiled(found.source, found.unknown, middle - start, end - middle),
     )

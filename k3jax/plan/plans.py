@@ -3,12 +3,12 @@
 import dataclasses
 from typing import NamedTuple
 
+from k3jax import placement
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
 from k3jax.plan.chips import Topology
 from k3jax.plan.hlo import Collective
 from k3jax.plan.needs import Memory, Times
-from k3jax.plan.remedies import Remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,13 @@ class Compiled:
     unknown: list[str]
     lower_seconds: float
     compile_seconds: float
+
+
+class Remedy(NamedTuple):
+    """A change, as the flags that make it, and the bytes per device that the step would then need."""
+
+    flags: str
+    total: int
 
 
 class Term(NamedTuple):
@@ -43,21 +50,24 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """remedies: what would make it fit, if it does not."""
+    """remedies: what would make it fit, if it does not (`k3jax.plan.remedies`)."""
 
     topology: Topology
     layout: Layout
     memory: Memory
     times: Times
     sent: list[Collective]
-    remedies: list[Remedy]
     made: Compiled | Arithmetic
+    remedies: list[Remedy] = dataclasses.field(default_factory=list)
 
 
 def check_devices(layout: Layout, topology: Topology) -> None:
     """Raises ConfigError when the layout is not for as many devices."""
     if layout.devices != topology.devices:
+        sizes = [f"{name} {size}" for name, size in layout.sizes.items() if size > 1]
+        said = f"{' x '.join(sizes)} = {layout.devices} devices" if sizes else "one device"
         raise ConfigError(
-            f"the layout is for {' x '.join(f'{n} {s}' for n, s in layout.sizes.items() if s > 1) or 1} = "
-            f"{layout.devices} devices, but {topology.name} has {topology.devices}"
+            f"the layout is for {said}, but {topology.name} has {topology.devices}"
+            f"{placement.sizes_that_fit(tuple(layout.sizes.values()), topology.devices)}; --layout names another, "
+            "--search finds one"
         )

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from k3jax import config_io, layouts, run_folder
 from k3jax.plan import hlo
 from k3jax.plan.plans import Arithmetic, Plan
+from k3jax.plan.units import seconds, size
 from k3jax.run_config import TrainConfig
 
 GB = 1e9
@@ -22,7 +23,7 @@ def text(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     memory, made = plan.memory, plan.made
-    yield f"HBM per device, of {memory.hbm / GB:.1f} GB on {plan.topology.name}"
+    yield f"HBM per device, of {size(memory.hbm)} on {plan.topology.name}"
     rest = "what remains of the compiled program: one layer's working set, gathered weights, loss"
     sources = {
         "parameters": "shapes and shardings, float32",
@@ -32,30 +33,32 @@ def _memory(plan: Plan) -> Iterator[str]:
         "other": f"the rest at the peak, {made.peak}" if isinstance(made, Arithmetic) else rest,
     }
     for name, source in sources.items():
-        yield f"  {name:12}{getattr(memory, name) / GB:8.2f} GB   {source}"
+        yield f"  {name:12}{size(getattr(memory, name)):>11}   {source}"
     if isinstance(made, Arithmetic):
-        yield from (f"    {one.amount / GB:8.2f} GB   {one.name}: {one.source}" for one in made.memory)
+        yield from (f"    {size(one.amount):>11}   {one.name}: {one.source}" for one in made.memory)
     share = memory.total / memory.hbm
     verdict = "fits" if memory.fits else "does not fit"
-    yield f"  {'total':12}{memory.total / GB:8.2f} GB   {share:.0%} of the device: {verdict}"
+    yield f"  {'total':12}{size(memory.total):>11}   {share:.0%} of the device: {verdict}"
     if not memory.fits:
-        yield f"  largest: {memory.largest}. By arithmetic it would fit with"
-        yield from (f"    {one.flags}  ({one.total / GB:.1f} GB)" for one in plan.remedies)
-        yield "    more devices" if plan.remedies else "    more devices only"
+        yield f"  largest: {memory.largest}"
+        tried = "micro-batches, rows, rematerialization, the same devices along other axes"
+        yield f"  by arithmetic it would fit with{'' if plan.remedies else f' no single change of {tried}'}"
+        yield from (f"    {one.flags}  ({size(one.total)})" for one in plan.remedies)
+        yield "  --search looks at all layouts of these devices; more devices are the last resort"
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
     by_shapes = isinstance(plan.made, Arithmetic)
     last = "for" if by_shapes else "asynchronous"
     yield "communication of one device and step"
-    yield f"  {'what':20}{'axes':26}{'instructions':>13}{'executed':>10}{'payload GB':>12}{'sent GB':>10}  {last}"
+    yield f"  {'what':20}{'axes':26}{'instructions':>13}{'executed':>10}{'payload':>12}{'sent':>12}  {last}"
     for (kind, axes), row in hlo.summary(plan.sent).items():
         hidden = row["asynchronous"] / row["payload"] if row["payload"] else 0
         what = dict.fromkeys(one.op_name for one in plan.sent if (one.kind, one.axes) == (kind, axes))
         last = "; ".join(what) if by_shapes else f"{hidden:.0%}"
         yield (
             f"  {kind:20}{' x '.join(axes) or 'irregular':26}{row['static']:>13,}{row['executed']:>10,}"
-            f"{row['payload'] / GB:>12.3f}{row['sent'] / GB:>10.3f}  {last}"
+            f"{size(row['payload']):>12}{size(row['sent']):>12}  {last}"
         )
 
 
@@ -64,21 +67,23 @@ def _times(plan: Plan) -> Iterator[str]:
     by_shapes = isinstance(made, Arithmetic)
     yield "predicted step"
     kernels = "counted cycles of KDA, operations of grouped matmuls over the peak"
+    if not plan.topology.is_tpu:
+        kernels = "operations of KDA and of the experts" if by_shapes else "none: all is counted above"
     rows = {
         "fused operations": (
             times.fused,
             "operations and bytes over what the device can do" if by_shapes else made.fused,
         ),
-        "kernels": (times.kernels, kernels if by_shapes or plan.topology.is_tpu else "none: all is counted above"),
+        "kernels": (times.kernels, kernels),
         "exposed communication": (times.exposed, _of_communication(plan)),
         "step": (times.step, f"bound by {times.binding}"),
     }
-    for name, (seconds, source) in rows.items():
-        yield f"  {name:24}{seconds:9.3f} s   {source}"
-    yield f"  {'model FLOP utilisation':24}{times.mfu:9.1%}     at most: stalls, host and network latency are not in it"
+    for name, (time, source) in rows.items():
+        yield f"  {name:24}{seconds(time):>11}   {source}"
+    yield f"  {'model FLOP utilisation':24}{times.mfu:>11.1%}   at most: stalls, host and network latency are not in it"
     if by_shapes:
         yield "  in parts"
-        yield from (f"    {one.amount:9.3f} s   {one.name}: {one.source}" for one in made.times)
+        yield from (f"    {seconds(one.amount):>11}   {one.name}: {one.source}" for one in made.times)
         yield f"computed in {made.seconds:.1f} s"
         return
     if made.unknown:
@@ -89,7 +94,7 @@ def _times(plan: Plan) -> Iterator[str]:
 def _of_communication(plan: Plan) -> str:
     if isinstance(plan.made, Arithmetic):
         return "all of it, by link bandwidth: what hides behind computation only a schedule says"
-    return f"of {plan.times.communication:.3f} s by link bandwidth"
+    return f"of {seconds(plan.times.communication)} by link bandwidth"
 
 
 def as_json(plan: Plan, config: TrainConfig, name: str) -> dict:
@@ -151,6 +156,6 @@ def figure(plan: Plan) -> Figure:
 
 def _bar(axes, parts: dict[str, float]) -> None:
     start = 0.0
-    for name, size in parts.items():
-        axes.barh(0, size, left=start, label=f"{name} {size:.3g}")
-        start += size
+    for name, width in parts.items():
+        axes.barh(0, width, left=start, label=f"{name} {width:.3g}")
+        start += width

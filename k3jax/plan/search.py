@@ -12,7 +12,8 @@ from k3jax.parallel.transport import AllGather, Balanced, RaggedAllToAll
 from k3jax.plan import arithmetic
 from k3jax.plan.chips import Topology
 from k3jax.plan.plans import Plan
-from k3jax.plan.remedies import remedies
+from k3jax.plan.remedies import remedied
+from k3jax.plan.units import size
 from k3jax.run_config import TrainConfig
 
 TRANSPORTS = (RaggedAllToAll(), AllGather(), Balanced())
@@ -24,11 +25,12 @@ PROMISING = 16
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout. predicted: by arithmetic. compiled: the plan.json that the compiler's plan became, if it did; failure:
-    why it did not."""
+    """A layout. predicted: by arithmetic. compiled: the plan.json that the compiler's plan became, if it did. late: it
+    did not, for want of time; failure: it did not, for this reason."""
 
     predicted: Plan
     compiled: dict[str, Any] | None = None
+    late: str = ""
     failure: str = ""
 
     @property
@@ -54,13 +56,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A search: how many layouts are legal, those that arithmetic has fit, fastest first, and of them the ones that no
-    other beats in both memory and time."""
+    """A search. legal: how many layouts are; fitting: those that fit, compiled ones before others, fastest first; best:
+    of them those that no other beats in both memory and time; failed: those that the compiler refused, or found too
+    large."""
 
     topology: Topology
     legal: int
     fitting: list[Candidate]
     best: list[Candidate]
+    failed: list[Candidate] = dataclasses.field(default_factory=list)
 
 
 def ranked(config: TrainConfig, topology: Topology) -> Found:
@@ -79,11 +83,11 @@ def ranked(config: TrainConfig, topology: Topology) -> Found:
     fitting = sorted((Candidate(one) for one in plans if one.memory.fits), key=_rank)
     if not fitting:
         least = min(plans, key=lambda one: one.memory.total)
-        fixes = remedies(config, least.layout, least.memory)
-        flags = f"it would fit with {fixes[0].flags}" if fixes else "it takes more devices"
+        fixes = remedied(config, least).remedies
+        flags = f"it would fit with {fixes[0].flags}" if fixes else "no single change makes it fit, but more devices"
         raise ConfigError(
             f"none of the {len(shapes)} layouts fits {topology.name}: nearest is {layouts.text(least.layout)} with "
-            f"{least.memory.total / 1e9:.1f} GB of {least.memory.hbm / 1e9:.1f} GB; {flags}"
+            f"{size(least.memory.total)} of {size(least.memory.hbm)}; {flags}"
         )
     return Found(topology, len(shapes), fitting, undominated(fitting))
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from k3jax import run_folder
 from k3jax.plan import report
 from k3jax.plan.search import Candidate, Found
+from k3jax.plan.units import seconds, size
 from k3jax.run_config import TrainConfig
 
 GB = 1e9
@@ -19,18 +20,22 @@ def text(found: Found) -> str:
     lines = [
         f"{found.legal:,} ways to share the {found.topology.devices:,} devices of {found.topology.name}; with other "
         f"transports and spreadings of the best {len(found.fitting):,} layouts fit",
-        f"{'':>4}{'step s':>9}{'HBM GB':>9}  {'bound by':24}{'from':12}layout",
+        f"{'':>4}{'step':>11}{'HBM':>11}  {'bound by':24}{'from':12}layout",
     ]
     best = {one.layout for one in found.best}
     for number, one in enumerate(found.fitting[:SHOWN], 1):
         mark = "*" if one.layout in best else " "
         lines.append(
-            f"{number:>3}{mark}{one.step:>9.3f}{one.bytes / GB:>9.1f}  {one.binding:24}{_how(one):12}{one.layout}"
+            f"{number:>3}{mark}{seconds(one.step):>11}{size(one.bytes):>11}  {one.binding:24}{_how(one):12}{one.layout}"
         )
-        if one.failure:
-            lines.append(f"{'':6}not compiled: {one.failure}")
+        if one.late:
+            lines.append(f"{'':6}not compiled: {one.late}")
     if len(found.fitting) > SHOWN:
-        lines.append(f"  and {len(found.fitting) - SHOWN:,} more; * is beaten by none in both memory and time")
+        lines.append(f"  and {len(found.fitting) - SHOWN:,} more")
+    lines.append("  * is beaten by none in both memory and time")
+    for one in found.failed:
+        why = one.failure or f"does not fit: {size(one.bytes)} of {size(found.topology.chip.hbm)}"
+        lines.append(f"  failed: {one.layout}\n{'':10}{why}")
     return "\n".join(lines)
 
 
@@ -54,9 +59,9 @@ def as_json(found: Found, config: TrainConfig, name: str) -> dict:
                 "fits": one.fits,
                 "binding": one.binding,
                 "undominated": one.layout in best,
-                "failure": one.failure,
+                "failure": one.failure or one.late,
             }
-            for one in found.fitting
+            for one in (*found.fitting, *found.failed)
         ],
         "best": [plan(one, config, name) for one in found.best],
     }
@@ -73,7 +78,8 @@ def write(found: Found, config: TrainConfig, name: str, folder: pathlib.Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_text(folder / "search.txt", text(found) + "\n")
     run_folder.write_text(folder / "search.json", json.dumps(as_json(found, config, name), indent=1) + "\n")
-    run_folder.write_text(folder / "plan.json", json.dumps(plan(found.fitting[0], config, name), indent=1) + "\n")
+    if found.fitting:
+        run_folder.write_text(folder / "plan.json", json.dumps(plan(found.fitting[0], config, name), indent=1) + "\n")
     figure(found).savefig(folder / "search.png", dpi=150)
 
 

@@ -64,10 +64,11 @@ def compiled(
             done.append(task.result())
             progress.phase(f"compiling: {len(done)} of {len(chosen)} layouts done, {workers} at a time")
     rest = [one for one in found.fitting if one not in chosen]
-    fitting = sorted((one for one in (*done, *rest) if one.fits), key=lambda one: (one.compiled is None, one.step))
-    best = undominated(one for one in done if one.compiled and one.fits) or found.best
-    failed = [one for one in done if not one.fits]
-    return dataclasses.replace(found, fitting=[*fitting, *failed], best=best)
+    failed = [one for one in done if one.failure or not one.fits]
+    fitting = [one for one in (*done, *rest) if one not in failed]
+    fitting.sort(key=lambda one: (one.compiled is None, one.step))
+    best = undominated([one for one in fitting if one.compiled] or fitting)
+    return dataclasses.replace(found, fitting=fitting, best=best, failed=failed)
 
 
 def promising(found: Found, count: int) -> list[Candidate]:
@@ -85,12 +86,12 @@ def promising(found: Found, count: int) -> list[Candidate]:
 def _one(one: Candidate, call: Call, folder: pathlib.Path, deadline: float, run: Callable) -> Candidate:
     left = deadline - time.monotonic()
     if left <= 0:
-        return dataclasses.replace(one, failure="no time was left for it")
+        return dataclasses.replace(one, late="no time was left for it")
     environment = {"JAX_OPTIMIZATION_LEVEL": "O1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} | os.environ
     try:
         ended = run(call.command(one.layout, folder), env=environment, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired:
-        return dataclasses.replace(one, failure=f"not compiled in the {left:.0f} s that were left")
+        return dataclasses.replace(one, late=f"not done in the {left:.0f} s that were left")
     if ended.returncode:
         said = [line for line in ended.stderr.splitlines() if line.strip()]
         reason = next((line for line in said if line.startswith("error: ")), said[-1] if said else "no word")

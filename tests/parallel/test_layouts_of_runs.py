@@ -27,10 +27,14 @@ def test_fields_follow_a_name():
     ("text", "message"),
     [
         ("kimi_k3_v5", "no layout and not .* did you mean 'kimi_k3_v5p'"),
-        ("date=2", "there is no axis 'date'; the axes are data, fsdp"),
+        ("date=2", "there is no axis 'date'; did you mean 'data'.*; the axes are data, fsdp"),
         ("pipeline=2", "reserved"),
-        ("transport=Balance", "Balanced"),
+        ("transprot=Balanced", r"--layout=.*no axis 'transprot'; did you mean 'transport'.*transport, mla, dense"),
+        ("transport=Balance", r"--layout=transport=Balance: .*Balanced"),
+        ("transport='Balanced'", "without quotes"),
         ("dense=('tensor',)", "dense"),
+        ("dense=('expert','expert')", "may name each of fsdp, expert once"),
+        ("optimizer=('data','data')", "may name each of data, fsdp, expert, context once"),
     ],
 )
 def test_impossible_layouts_are_refused(text, message):

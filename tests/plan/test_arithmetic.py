@@ -12,7 +12,7 @@ from k3jax.config import ConfigError, replace
 from k3jax.config_layout import Layout
 from k3jax.parallel.transport import Balanced
 from k3jax.plan import arithmetic, chips, held, report, traffic, working_set
-from k3jax.plan.remedies import Remedy
+from k3jax.plan.plans import Remedy
 
 ENTRIES = json.loads(measure_compiled.FILE.read_text())["layouts"]
 
@@ -110,6 +110,8 @@ def test_parameters_lie_where_tiles_waste_least():
 def test_gpus_are_planned_too(config, nothing_kept):
     found = arithmetic.plan(config, Layout(fsdp=2, expert=4), chips.topology("h100:1x8"))
     assert found.times.step > 0 and found.memory.hbm == 80e9
+    said = report.text(found)
+    assert "chunk form" in said and "cycles" not in said and "tiles" not in said and "float32: 1 x" in said
 
 
 def test_the_report_says_that_nothing_was_compiled(config, nothing_kept, tmp_path):
@@ -124,7 +126,9 @@ def test_the_report_says_that_nothing_was_compiled(config, nothing_kept, tmp_pat
 
 
 def test_a_layout_for_other_devices_is_refused(config):
-    with pytest.raises(ConfigError, match="fsdp 2 x expert 2 = 4 devices, but v5p:2x2x2 has 8"):
+    with pytest.raises(
+        ConfigError, match="fsdp 2 x expert 2 = 4 devices, but v5p:2x2x2 has 8; data = 2 or fsdp = 4 or"
+    ):
         arithmetic.plan(config, Layout(fsdp=2, expert=2), chips.topology("v5p:2x2x2"))
 
 
@@ -133,8 +137,7 @@ def test_rows_that_do_not_divide_are_refused(config):
         arithmetic.plan(replace(config, batch=12), Layout(fsdp=8), chips.topology("v5p:2x2x2"))
 
 
-def test_what_does_not_fit_is_said_with_what_would(config, nothing_kept, monkeypatch):
-    monkeypatch.setattr(arithmetic, "remedies", lambda *args: [Remedy("--batch 8", 500)])
-    small = dataclasses.replace(chips.topology("v5p:2x2x2"), chip=dataclasses.replace(chips.CHIPS["v5p"], hbm=1e6))
-    found = arithmetic.plan(config, Layout(fsdp=8), small)
+def test_what_does_not_fit_is_said_with_what_would(config, nothing_kept):
+    small = dataclasses.replace(chips.topology("v5p:2x2x2"), chip=dataclasses.replace(chips.CHIPS["v5p"], hbm=1e5))
+    found = dataclasses.replace(arithmetic.plan(config, Layout(fsdp=8), small), remedies=[Remedy("--batch 8", 500)])
     assert not found.memory.fits and "does not fit" in report.text(found) and "--batch 8" in report.text(found)

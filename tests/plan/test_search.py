@@ -1,5 +1,6 @@
 """Searching for a layout: what is legal, what is ranked first, what compiling a few of them leaves."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from k3jax import config_io, layouts, presets
 from k3jax.config import ConfigError, replace
 from k3jax.plan import chips, search, search_report, workers, working_set
-from k3jax.plan.remedies import Remedy
+from k3jax.plan.plans import Remedy
 from k3jax.progress import Progress
 from launch import from_plan
 
@@ -56,11 +57,12 @@ def test_without_a_legal_layout_the_nearest_batch_is_named(config):
 
 
 def test_without_a_fitting_layout_the_nearest_is_named(config, monkeypatch):
-    monkeypatch.setattr(search, "remedies", lambda *args: [Remedy("--remat full", 5)])
+    fixed = [Remedy("--remat full", 5)]
+    monkeypatch.setattr(search, "remedied", lambda config, plan: dataclasses.replace(plan, remedies=fixed))
     monkeypatch.setitem(chips.CHIPS, "v5p", chips.CHIPS["v5p"].__class__(**{**vars(chips.CHIPS["v5p"]), "hbm": 1e5}))
     with pytest.raises(
         ConfigError,
-        match=r"none of the \d+ layouts fits v5p:2x2x1: nearest is .* GB of 0.0 GB; it would fit with --remat full",
+        match=r"none of the \d+ layouts fits v5p:2x2x1: nearest is .* MB of 100 kB; it would fit with --remat full",
     ):
         search.ranked(config, chips.topology("v5p:2x2x1"))
 
@@ -73,6 +75,9 @@ def fake(config, outcomes):
         outcome = next(left)
         if outcome is subprocess.TimeoutExpired:
             raise subprocess.TimeoutExpired(command, timeout)
+        memory = {"total": 10**9, "hbm": 10**11, "fits": True}
+        if outcome == "too large":
+            outcome, memory = 1.0, {"total": 2 * 10**11, "hbm": 10**11, "fits": False}
         if isinstance(outcome, str):
             return types.SimpleNamespace(returncode=1, stderr=f"noise\nerror: {outcome}\n")
         folder = command[command.index("--out") + 1]
@@ -81,7 +86,7 @@ def fake(config, outcomes):
             "layout": command[command.index("--layout") + 1],
             "name": "micro.json",
             "config": config_io.to_dict(config),
-            "memory": {"total": 10**9, "hbm": 10**11, "fits": True},
+            "memory": memory,
             "seconds": {"step": outcome},
             "binding": "kernels",
         }
@@ -103,16 +108,28 @@ def compile_some(found, config, folder, outcomes, budget=60):
 def test_compiled_layouts_come_first_and_failures_are_said(found, config, tmp_path):
     ranked = compile_some(found, config, tmp_path, [3.0, "no such luck", 2.0, subprocess.TimeoutExpired])
     assert [one.step for one in ranked.fitting[:2]] == [2.0, 3.0]
-    failures = sorted(one.failure for one in ranked.fitting if one.failure)
-    assert failures[0] == "no such luck" and failures[1].startswith("not compiled in the 60 s")
-    assert len(ranked.fitting) == len(found.fitting) and [one.step for one in ranked.best] == [2.0]
+    assert [one.failure for one in ranked.failed] == ["no such luck"]
+    assert next(one.late for one in ranked.fitting if one.late).startswith("not done in the 60 s")
+    assert len(ranked.fitting) == len(found.fitting) - 1 and [one.step for one in ranked.best] == [2.0]
     assert "no such luck" in search_report.text(ranked)
+
+
+def test_what_the_compiler_refuses_is_not_recommended(found, config, tmp_path):
+    """Neither what it finds no room for, nor what it finds too large; nor does it become the search's plan."""
+    first = [one.layout for one in found.fitting[:2]]
+    ranked = compile_some(found, config, tmp_path, ["no way to fit", "too large"])
+    assert sorted(one.layout for one in ranked.failed) == sorted(first)
+    assert not {one.layout for one in (*ranked.fitting, *ranked.best)} & set(first)
+    said = search_report.text(ranked)
+    assert "no way to fit" in said and "does not fit: 200 GB of" in said
+    search_report.write(ranked, config, "micro.json", tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["layout"] not in first
 
 
 def test_without_time_nothing_is_compiled(found, config, tmp_path):
     ranked = compile_some(found, config, tmp_path, [1.0, 1.0], budget=0)
     assert all(one.compiled is None for one in ranked.fitting)
-    assert [one.failure for one in ranked.fitting].count("no time was left for it") == 2
+    assert [one.late for one in ranked.fitting].count("no time was left for it") == 2 and not ranked.failed
 
 
 def test_the_best_plan_becomes_a_run(found, config, tmp_path):
@@ -133,7 +150,9 @@ def test_the_commands_of_workers_are_commands_of_the_planner():
     assert words[-6:] == ["--set", "batch=8", "--set", "model.remat=full", "--out", "out"]
 
 
-@pytest.mark.parametrize("topology, package", [("v5p:2x2x1", "libtpu"), ("h100:2x8", "-r requirements-cuda13.txt")])
+@pytest.mark.parametrize(
+    "topology, package", [("v5p:2x2x1", "-r requirements-tpu.txt"), ("h100:2x8", "-r requirements-cuda13.txt")]
+)
 def test_without_a_compiler_the_command_that_brings_one_is_said(monkeypatch, topology, package):
     def refuse(**kwargs):
         raise RuntimeError("no plugin\nand more")

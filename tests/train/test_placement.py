@@ -14,7 +14,7 @@ from k3jax.roles import path_name
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("date=2", "there is no axis 'date'; the axes are data, fsdp"),
+        ("date=2", "there is no axis 'date'; did you mean 'data'.*; the axes are data, fsdp"),
         ("data=zero", "not of the form axis=size"),
         ("data=0", "size of at least 1"),
         ("data", "not of the form axis=size"),
