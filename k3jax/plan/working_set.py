@@ -68,21 +68,23 @@ def moments(
 ) -> list[Moment]:
     """All that compete for the peak."""
     return [
-        _loss(config, parameters, work),
+        _loss(config, layout, parameters, work),
         *(_backward(config, layout, parameters, work, kind) for kind in sorted(set(config.model.kinds))),
         _optimizer(config, parameters, stacks),
     ]
 
 
-def _loss(config: TrainConfig, parameters: list[Held], work: Work) -> Moment:
+def _loss(config: TrainConfig, layout: Layout, parameters: list[Held], work: Work) -> Moment:
     (head,) = (one for one in parameters if one.part == "head")
     D, W = head.used
+    spread = sum(layout.sizes[name] > 1 for name in layout.dense)
+    copies = (2 if spread > 1 else 1) + 2 * (layout.data > 1)
     chunk = min(config.loss_chunk, work.time_tokens // work.rows)
     return Moment(
         "in the loss",
         [
             Term("head", tiled(D, W, item=work.item), "gathered in the compute dtype"),
-            Term("head's gradient", 2 * tiled(D, W), "float32, its sum over chunks and one chunk's part"),
+            Term("head's gradient", copies * tiled(D, W), f"float32, {copies} x: added up, and on its way over the axes"),
             Term(
                 "logits", 3 * work.rows * tiled(chunk, W), "of a chunk: float32 logits, their exponentials, gradients"
             ),
@@ -215,7 +217,7 @@ def _dispatch(config: TrainConfig, layout: Layout, work: Work) -> tuple[float, s
     L = moe.latent.dim if moe.latent else config.model.dim
     copies = work.tokens * moe.active
     if layout.expert == 1:
-        per_copy = 3 * tiled(copies, L, item=item) + 2 * tiled(copies, L) + 3 * tiled(copies, moe.width, item=item)
+        per_copy = 3 * tiled(copies, L, item=item) + tiled(copies, L) + 3 * tiled(copies, moe.width, item=item)
         return per_copy, "rows of all copies of tokens", 2
     match layout.transport:
         case AllGather(factor):
@@ -227,7 +229,7 @@ def _dispatch(config: TrainConfig, layout: Layout, work: Work) -> tuple[float, s
                 2,
             )
         case Balanced():
-            return copies * L * item * 9, "copies of tokens, sent and received", 6
+            return copies * L * item * 7, "copies of tokens, sent and received", 6
         case _:
             rows, halves = copies * layout.transport.factor, 2 * -(-L // (2 * LANES)) * LANES
             held = 4 * copies * L + 3 * rows * L + (copies + 2 * rows) * halves
