@@ -25,7 +25,7 @@ GOLDENS = pathlib.Path(__file__).with_name("goldens")
 
 
 class Case(NamedTuple):
-    """A layout's configuration and slice; ``changes`` are to the run. Those of K3 itself compile for too long."""
+    """A layout's configuration and slice; ``changes`` are to the run."""
 
     config: str
     topology: str
@@ -38,6 +38,9 @@ CASES = {
     "attnres_64": Case("attnres_436m", "v5p:4x4x4", {}),
     "kimi_linear_48b_v5p": Case("kimi_linear_48b", "v5p:8x8x8", {}),
     "kimi_linear_48b_1m_v5p": Case("kimi_linear_48b", "v5p:8x8x8", {"seq_len": 2**20, "batch": 8}),
+    "kimi_k3_v5p": Case("kimi_k3", "v5p:16x16x16", {"batch": 1024}),
+    "kimi_k3_v5p_balanced": Case("kimi_k3", "v5p:16x16x16", {"batch": 1024}),
+    "kimi_k3_tpu7x": Case("kimi_k3", "tpu7x:16x16x16", {"batch": 1024}),
 }
 
 

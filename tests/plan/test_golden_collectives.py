@@ -15,7 +15,7 @@ FILES = sorted(golden_collectives.GOLDENS.glob("*.txt"))
 # What a test run compiles by itself: the quickest. K3JAX_GOLDENS=1 asks for all of the files, which takes minutes.
 QUICK = {"nano_8.small"}
 NAMES = [path.stem for path in FILES if path.stem in QUICK or os.environ.get("K3JAX_GOLDENS")]
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 
 def installed_compiler() -> str | None:
