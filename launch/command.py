@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 
 from k3jax.config import ConfigError
-from launch.spec import Preflight, RunSpec, Study
+from launch.spec import SIMULATED, Preflight, RunSpec, Study
 
 PORT = 8476
 
@@ -25,7 +25,7 @@ def command(spec: RunSpec, *, runs: str, data: str) -> list[str]:
     """The command of one process, without the numbers that tell it from the others."""
     if isinstance(spec.job, Study):
         rung = ["--rung", spec.job.rung] if spec.job.rung else []
-        return ["python", "-m", "experiments.run", spec.job.name, *rung, "--runs", f"{runs}/{spec.name}"]
+        return ["python", "-m", "experiments.run", spec.job.name, *rung, "--root", f"{runs}/{spec.name}"]
     given = ["--set", f"data=TokenRecords(path={data!r})"] if data else []
     only = ["--preflight_only"] if isinstance(spec.job, Preflight) else []
     return [
@@ -41,7 +41,7 @@ def environment(spec: RunSpec) -> dict[str, str]:
     if there.is_tpu or there.is_gpu:
         found = {"JAX_PLATFORMS": "tpu,cpu" if there.is_tpu else "cuda,cpu"}
     else:
-        simulated = f"--xla_force_host_platform_device_count={spec.devices_per_host}"
+        simulated = f"{SIMULATED}={spec.devices_per_host}"
         found = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": simulated}
     for pair in spec.env:
         name, _, value = pair.partition("=")

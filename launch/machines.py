@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from k3jax.config import ConfigError, require
 from k3jax.plan import chips
+from launch import values
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def machines(text: str) -> Machines:
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise ConfigError(f"topology = {text!r}, but simulated devices are cpu:HOSTSxDEVICES, such as cpu:2x4")
         return Machines(text, kind, (int(sizes[0]), int(sizes[1])), 1)
-    found = chips.topology(text)
+    with values.field_for_flag("topology", "topology", text):
+        found = chips.topology(text)
     return Machines(text, kind, found.shape, found.chip.cores)
 
 

@@ -5,23 +5,26 @@ must not execute it. Fields with a default may be left out; a field that does no
 What is learned, and how, is in the configuration that a spec names, and nowhere in a spec.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
+from experiments import run as study_runs
+from experiments import study as studies
 from k3jax import config_io, layouts, placement, presets, sharding
 from k3jax.config import ConfigError, require, require_positive
 from k3jax.config_layout import Layout
 from k3jax.run_config import TrainConfig
-from launch import storage
+from launch import storage, values
 from launch.machines import Machines, machines
 
-NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-LABEL = r"[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
-# Rendered for each process, or for the kind of device.
-RESERVED = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_PLATFORMS")
+RENDERED = dict.fromkeys(
+    ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_PLATFORMS"),
+    "that is rendered for every process",
+)
+LABELS = {"app": "that is k3jax, by which its Pods are found"}
+SIMULATED = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,20 @@ class Train:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The checks before a training run, and no training: of the same configuration, on the same hosts."""
+    """The checks before a training run, and no training: of the same configuration, on the same hosts. run: the name of
+    that run, after which its storage is called where it has names."""
 
     config: str
+    run: str = ""
+
+    def __post_init__(self):
+        values.check_form(self, values.RUN, "run")
 
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of a study, one after the other. name: a folder of ``experiments/``; rung: one of its sizes, or all."""
+    """The runs of a study, one after the other. name: of the study, or its beginning; rung: one of its sizes, or all
+    that are run and not only planned."""
 
     name: str
     rung: str = ""
@@ -56,6 +65,11 @@ class Slurm:
     time: str = ""
     options: tuple[str, ...] = ()
 
+    def __post_init__(self):
+        values.check_form(self, values.WORD, "partition", "account")
+        values.check_form(self, values.SLURM_TIME, "time")
+        values.check_form(self, values.OPTION, "options")
+
 
 @dataclass(frozen=True)
 class Kubernetes:
@@ -69,12 +83,21 @@ class Kubernetes:
     service_account: str = ""
     accelerator: str = ""
 
+    def __post_init__(self):
+        values.check_form(self, values.WORD, "project", "location", "cluster")
+        values.check_form(self, values.PART, "namespace")
+        values.check_form(self, values.DOMAIN, "service_account")
+        values.check_form(self, values.NODE_LABEL, "accelerator")
+
 
 @dataclass(frozen=True)
 class SkyPilot:
     """infra: where SkyPilot may look, as cloud/region/zone; empty is everywhere."""
 
     infra: str = ""
+
+    def __post_init__(self):
+        values.check_form(self, values.WORD, "infra")
 
 
 @dataclass(frozen=True)
@@ -128,11 +151,10 @@ class RunSpec:
     skypilot: SkyPilot = SkyPilot()
 
     def __post_init__(self):
-        require(
-            re.fullmatch(NAME, self.name) is not None,
-            f"RunSpec.name = {self.name!r}, but it must be up to 40 lower-case letters, digits and dashes, "
-            "with a letter first",
-        )
+        values.check_lines(self, several=("setup", "env"))
+        values.check_lines(self.job)
+        values.check_form(self, values.RUN, "name")
+        values.check_form(self, values.WORD, "image")
         require_positive(self, "hosts", "devices_per_host", "slices", "grace_seconds")
         for field in ("retries", "hang_after"):
             number = getattr(self, field)
@@ -141,23 +163,19 @@ class RunSpec:
         self._check_job()
         require(self.runs != "", "RunSpec.runs is empty, but a run needs a folder that outlives its machines")
         storage.parse(self.runs), storage.parse(self.data)
+        values.check_pairs(self, "env", values.VARIABLE, RENDERED)
+        values.check_pairs(self, "labels", values.LABELED, LABELS)
         for pair in self.env:
-            name = pair.partition("=")[0]
             require(
-                re.fullmatch(r"[A-Za-z_]\w*=.*", pair, re.DOTALL) is not None,
-                f"RunSpec.env has {pair!r}, but it must be of the form NAME=value",
-            )
-            require(name not in RESERVED, f"RunSpec.env sets {name}, but that is rendered for every process")
-        for pair in self.labels:
-            require(
-                re.fullmatch(f"{LABEL}=({LABEL})?", pair) is not None,
-                f"RunSpec.labels has {pair!r}, but it must be of the form name=value, in letters, digits and '-_.'",
+                not (self.machines.kind == "cpu" and pair.startswith("XLA_FLAGS=") and SIMULATED in pair),
+                f"RunSpec.env has {pair!r}, but {SIMULATED}={self.devices_per_host} is rendered for {self.topology}",
             )
 
     def _check_devices(self) -> None:
         there, given = self.machines, self.hosts * self.devices_per_host
         require(there.is_tpu or self.slices == 1, f"RunSpec.slices = {self.slices}, but {self.topology} is no TPU")
-        layout = layouts.load(self.layout)
+        with values.field_for_flag("RunSpec.layout", "layout", self.layout):
+            layout = layouts.load(self.layout)
         product = f"hosts x devices_per_host = {self.hosts} x {self.devices_per_host} = {given}"
         slices = f"{self.slices} x " if self.slices > 1 else ""
         require(
@@ -181,6 +199,9 @@ class RunSpec:
             placement.check_batch(presets.load(self.job.config), mesh)
         else:
             require(self.hosts == 1, f"hosts = {self.hosts}, but a study's runs take one host each")
+            require(self.data == "", f"RunSpec.data = {self.data!r}, but a study's configurations name their data")
+            study, _ = studies.load(self.job.name)
+            study_runs.groups(study, [self.job.rung] if self.job.rung else [], [study.control])
 
     @property
     def machines(self) -> Machines:

@@ -1,10 +1,12 @@
 """Where runs and data lie, and whether this machine may speak for those who own it."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from k3jax.config import ConfigError, require
+from launch.values import OWNERS
 
 RUNS, DATA = "/mnt/runs", "/mnt/data"
 
@@ -27,19 +29,38 @@ def parse(text: str) -> Place | None:
     """Reads a POSIX path, ``gs://bucket/folder``, ``s3://bucket/folder`` or ``pvc://claim/folder``; None for nothing.
 
     Raises:
-      ConfigError: another scheme, or no bucket.
+      ConfigError: another scheme, a bucket or a claim whose name is none, or a folder that would be misread.
     """
     if not text:
         return None
     scheme, separator, rest = text.partition("://")
     if not separator:
+        _check_path(text)
         return Place(text, "path", "", text)
     owner, _, folder = rest.partition("/")
     require(
-        scheme in ("gs", "s3", "pvc") and owner != "",
+        scheme in OWNERS and owner != "",
         f"storage {text!r} is no path, gs://bucket/folder, s3://bucket/folder or pvc://claim/folder",
     )
-    return Place(text, scheme, owner, folder.strip("/"))
+    what = "a volume claim" if scheme == "pvc" else "a bucket"
+    require(
+        re.fullmatch(OWNERS[scheme].pattern, owner) is not None,
+        f"storage {text!r}: {owner!r} is no name of {what}, which is {OWNERS[scheme].words}",
+    )
+    folder = folder.strip("/")
+    require(
+        "," not in folder and not {".", ".."} & set(folder.split("/")),
+        f"storage {text!r}: the folder {folder!r} is mounted as it is written, so it must have no comma, '.' or '..'",
+    )
+    return Place(text, scheme, owner, folder)
+
+
+def _check_path(text: str) -> None:
+    """Raises ConfigError for what only looks like a path."""
+    scheme, _, rest = text.partition(":")
+    right = f"{scheme}://{rest.lstrip('/')}"
+    require(scheme not in OWNERS or scheme == text, f"storage {text!r} is no path; a bucket or a claim is {right}")
+    require(not text.startswith("~"), f"storage {text!r}: no '~' is expanded; write the folder out, as /home/me/runs")
 
 
 def absolute(text: str, engine: str) -> str:

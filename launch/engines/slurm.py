@@ -79,9 +79,11 @@ def _directives(spec: RunSpec) -> list[str]:
 
 
 def _container(spec: RunSpec, folders: list[str]) -> str:
-    """Options of pyxis, the container plugin of Slurm."""
+    """Options of pyxis, the container plugin of Slurm, which separates folders by commas and colons."""
     if not spec.image:
         return ""
+    for folder in folders:
+        require(not set(folder) & set(",:"), f"pyxis cannot mount {folder!r}, which has a comma or a colon")
     mounts = ",".join(f"{folder}:{folder}" for folder in dict.fromkeys(folders))
     parts = [f"--container-image={spec.image}", f"--container-mounts={mounts}", "--container-workdir=/k3jax"]
     return " " + shlex.join(parts)

@@ -138,7 +138,7 @@ def test_a_preflight_is_a_job_of_its_own():
         assert "--run /runs/two-preflight --preflight_only --expect cpu:4" in text
         assert "--preflight_only" not in render.ENGINES[engine](spec).text
     with pytest.raises(ConfigError, match="is a study"):
-        preflight.preflight_of(RunSpec("ratio", Study("e02_ratio"), "cpu:1x1", 1, 1, "", "runs"))
+        preflight.preflight_of(RunSpec("ratio", Study("s02_hybrid_ratio"), "cpu:1x1", 1, 1, "", "runs"))
 
 
 def test_a_run_that_was_killed_ends_like_one_left_alone(tmp_path, monkeypatch):

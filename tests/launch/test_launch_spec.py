@@ -8,10 +8,11 @@ import pytest
 
 from k3jax.config import ConfigError
 from launch import machines, spec, storage
-from launch.spec import RunSpec, Study, Train
+from launch.spec import Kubernetes, Preflight, RunSpec, SkyPilot, Slurm, Study, Train
 
 SPECS = pathlib.Path(__file__).parent / "specs"
 NANO = RunSpec("nano", Train("nano"), "cpu:2x4", 2, 4, "nano_8", "/runs")
+ALONE = {"topology": "cpu:1x1", "hosts": 1, "devices_per_host": 1, "layout": ""}
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.json")), ids=lambda path: path.stem)
@@ -26,20 +27,48 @@ WRONG = {
     "hosts x devices is not the mesh": ({"layout": "fsdp=2,expert=2"}, r"= 8, but the mesh .* fsdp 2 x expert 2 = 4"),
     "no layout": ({"layout": ""}, r"= 8, but the mesh of layout = '' has 1 device"),
     "other hosts, same product": ({"hosts": 4, "devices_per_host": 2}, r"cpu:2x4 is 2 hosts with 4 devices each"),
-    "an unknown layout": ({"layout": "nano_9"}, r"'nano_9' is no layout.*did you mean 'nano_8'"),
-    "an unknown chip": ({"topology": "v9:2x4"}, r"there is no chip 'v9'; chips: v4"),
-    "no shape": ({"topology": "cpu:8"}, r"cpu:HOSTSxDEVICES"),
+    "an unknown layout": (
+        {"layout": "nano_9"}, r"^RunSpec.layout = 'nano_9': 'nano_9' is no layout.*did you mean 'nano_8'",
+    ),
+    "an unknown chip": ({"topology": "v9:2x4"}, r"^topology = 'v9:2x4': there is no chip 'v9'; chips: v4"),
+    "no shape": ({"topology": "cpu:8"}, r"^topology = 'cpu:8', but simulated devices are cpu:HOSTSxDEVICES"),
     "an unknown configuration": ({"job": Train("nana")}, r"no preset or file 'nana'.*did you mean 'nano'"),
     "rows that do not divide": (
         {"job": Train("attnres_194m"), "topology": "cpu:5x1", "hosts": 5, "devices_per_host": 1, "layout": "data=5"},
         r"do not divide over data x fsdp x expert = 5",
     ),
     "slices of no TPU": ({"slices": 2}, r"slices = 2, but cpu:2x4 is no TPU"),
-    "a study on several hosts": ({"job": Study("e01")}, r"hosts = 2, but a study's runs take one host"),
+    "a study on several hosts": ({"job": Study("s02")}, r"hosts = 2, but a study's runs take one host"),
+    "an unknown study": (ALONE | {"job": Study("e02_ratio")}, r"there is no study 'e02_ratio'.*are: s01_kda_ancestors"),
+    "an unknown rung": (ALONE | {"job": Study("s02", "m")}, r"s02_hybrid_ratio: there is no rung 'm' .*are: d64"),
+    "a rung that is planned": (ALONE | {"job": Study("s02", "kimi_linear_653m")}, r"is planned, not run here"),
+    "data of a study": (ALONE | {"job": Study("s02"), "data": "/data"}, r"data = '/data', but a study's config"),
     "a name for no Pod": ({"name": "Nano_1"}, r"RunSpec.name = 'Nano_1'"),
     "no folder": ({"runs": ""}, r"RunSpec.runs is empty"),
     "an unknown scheme": ({"runs": "http://x/y"}, r"'http://x/y' is no path, gs://"),
     "no bucket": ({"data": "gs:///y"}, r"'gs:///y' is no path, gs://"),
+    "a home": ({"runs": "~/runs"}, r"'~/runs': no '~' is expanded; write the folder out, as /home/me/runs"),
+    "one slash": ({"runs": "gs:/bucket/y"}, r"'gs:/bucket/y' is no path; a bucket or a claim is gs://bucket/y"),
+    "one slash of a claim": ({"data": "pvc:/disk"}, r"'pvc:/disk' is no path; .* is pvc://disk"),
+    "upper case": ({"runs": "gs://Bucket/y"}, r"'Bucket' is no name of a bucket, which is 3 to 63 lower-case letters"),
+    "a bucket in two words": ({"runs": "gs://my bucket"}, r"'my bucket' is no name of a bucket"),
+    "a bucket with a mark": ({"runs": "s3://now!/y"}, r"'now!' is no name of a bucket"),
+    "an underscore in S3": ({"runs": "s3://my_runs"}, r"'my_runs' is no name of a bucket"),
+    "no name of a claim": ({"runs": "pvc://My_Claim"}, r"'My_Claim' is no name of a volume claim, which is lower-case"),
+    "a comma": ({"runs": "gs://bucket/a,ro"}, r"the folder 'a,ro' is mounted as it is written, so it must have no com"),
+    "a way up": ({"runs": "pvc://disk/a/../b"}, r"the folder 'a/../b' .* no comma, '.' or '..'"),
+    "two lines": ({"runs": "/a\nb"}, r"^RunSpec.runs has '\\n' in '/a\\nb', but it must be one line of printable"),
+    "a nul": ({"env": ("A=\0",)}, r"^RunSpec.env has '\\x00' in 'A=\\x00', but it must be printable characters"),
+    "half a character": ({"setup": ("echo \ud800",)}, r"^RunSpec.setup has '\\ud800'"),
+    "two lines of a job": ({"job": Train("nano\n")}, r"^Train.config has '\\n'"),
+    "an image in two words": ({"image": "my image"}, r"RunSpec.image = 'my image', but it must be ASCII characters"),
+    "a variable twice": ({"env": ("A=1", "A=2")}, r"RunSpec.env sets A twice"),
+    "a variable in Greek": ({"env": ("\u03b1=1",)}, r"of the form NAME=value"),
+    "two numbers of devices": (
+        {"env": ("XLA_FLAGS=--xla_force_host_platform_device_count=2",)}, r"count=4 is rendered for cpu:2x4",
+    ),
+    "a label of ours": ({"labels": ("app=x",)}, r"RunSpec.labels sets app, but that is k3jax, by which its Pods are"),
+    "a label twice": ({"labels": ("a=1", "a=2")}, r"RunSpec.labels sets a twice"),
     "no variable": ({"env": ("NCCL DEBUG=1",)}, r"'NCCL DEBUG=1', but it must be of the form NAME=value"),
     "a variable of ours": ({"env": ("JAX_PROCESS_ID=0",)}, r"sets JAX_PROCESS_ID"),
     "no label": ({"labels": ("team",)}, r"RunSpec.labels has 'team'"),
@@ -51,6 +80,40 @@ WRONG = {
 def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(NANO, **change)
+
+
+CLUSTERS = {
+    "a time in words": (lambda: Slurm(time="1 day"), r"Slurm.time = '1 day', but it must be M, M:S, H:M:S, D-H, D-H:M"),
+    "a time with four parts": (lambda: Slurm(time="1:2:3:4"), r"Slurm.time = '1:2:3:4'"),
+    "days with nothing": (lambda: Slurm(time="1-"), r"Slurm.time = '1-'"),
+    "two partitions": (lambda: Slurm(partition="gpu short"), r"Slurm.partition = 'gpu short', but it must be ASCII"),
+    "an account": (lambda: Slurm(account="my arch"), r"Slurm.account = 'my arch'"),
+    "a command among options": (lambda: Slurm(options=("--nice", "-C x\nrm -r /")), r"options = '-C x\\nrm -r /', but"),
+    "a whole line": (lambda: Slurm(options=("#SBATCH --nice",)), r"options = '#SBATCH --nice', but it must be an opt"),
+    "a namespace": (lambda: Kubernetes(namespace="My_Team"), r"Kubernetes.namespace = 'My_Team', but .* up to 63"),
+    "no namespace": (lambda: Kubernetes(namespace=""), r"Kubernetes.namespace = ''"),
+    "an account of a Pod": (lambda: Kubernetes(service_account="a b"), r"Kubernetes.service_account = 'a b'"),
+    "a cluster": (lambda: Kubernetes(cluster="a b"), r"Kubernetes.cluster = 'a b'"),
+    "a name of a GPU": (lambda: Kubernetes(accelerator="a/b"), r"Kubernetes.accelerator = 'a/b'"),
+    "a cloud": (lambda: SkyPilot(infra="gcp/us east5"), r"SkyPilot.infra = 'gcp/us east5'"),
+    "the run of a preflight": (lambda: Preflight("nano", run="A"), r"Preflight.run = 'A'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, message", CLUSTERS.values(), ids=CLUSTERS)
+def test_what_no_cluster_takes_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_what_is_allowed():
+    for time in ("30", "30:00", "1:30:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED", "infinite"):
+        assert Slurm(partition="gpu,long", time=time, options=("-C h200", "--mail-user=a@b.org")).time == time
+    for text in ("gs://a.b_c-1/x y", "s3://my.runs", "pvc://disk.1/a", "../runs", "/shared/a:b", "gs-runs", "s3"):
+        assert storage.parse(text).text == text
+    two_lines = {"env": ("A=1\n2", "XLA_FLAGS=--xla_dump_to=x"), "setup": ("if true\nthen\ttrue; fi",)}
+    assert dataclasses.replace(NANO, **two_lines).env[0] == "A=1\n2"
+    assert dataclasses.replace(NANO, **ALONE, job=Study("s02", "d64")).job.rung == "d64"
 
 
 @pytest.mark.parametrize(
