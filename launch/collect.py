@@ -12,31 +12,32 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fsspec
-from absl import app, flags
+from absl import flags
 
-from k3jax import runtime
-from k3jax.config import ConfigError
+from k3jax import distributed, runtime
+from k3jax.config import ConfigError, require
 from k3jax.exits import Exit
+from launch import cli, storage
 from launch import spec as specs
-from launch import storage
 from launch.spec import RunSpec
 
 LEFT_OUT = ("checkpoints", "damaged")
 LIST = ".collected.jsonl"
+SOURCE = ""  # no file's name: where those of the list come from
 PATIENCE = 45.0  # seconds for a storage to answer
 AT_ONCE = 8
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 
 
 class CollectError(RuntimeError):
-    """Storage that is not there, does not answer, or refuses; the message names it."""
+    """Storage that is not there, does not answer, or refuses, or files that cannot be written here; the message names
+    it."""
 
 
 class File(NamedTuple):
@@ -49,13 +50,15 @@ class File(NamedTuple):
 
 
 def collect(spec: RunSpec, to: pathlib.Path, *, checkpoints: bool = False) -> tuple[pathlib.Path, int, int]:
-    """Copies the run folder of a spec, or those of its study, into ``to/NAME``.
+    """Copies the run folder of a spec, or those of its study, into ``to/NAME``. What is gone when it is fetched, and
+    links to nothing or to folders, are left out, and that is said.
 
     Returns:
       that folder, the number of files in it now, and how many were fetched.
 
     Raises:
-      ConfigError: a bucket without credentials here, or a volume of a cluster. CollectError: see there.
+      ConfigError: a bucket without credentials here, a volume of a cluster, or a folder that holds another run.
+      CollectError: see there.
     """
     place = storage.parse(spec.runs)
     root = f"{place.text.rstrip('/')}/{spec.name}"
@@ -65,11 +68,14 @@ def collect(spec: RunSpec, to: pathlib.Path, *, checkpoints: bool = False) -> tu
     files = _within(place, lambda: list(_files(system, root, () if checkpoints else LEFT_OUT)))
     if not files:
         raise CollectError(f"there is nothing at {root}: has the run begun, and is {spec.runs!r} its storage?")
-    here = Collected(to / spec.name)
+    here = Collected(to / spec.name, str(pathlib.Path(root).resolve()) if place.kind == "path" else root)
     wanted = [file for file in files if not here.has(file)]
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool, _named(place):
-        list(pool.map(lambda file: here.fetch(system, file), wanted))
-    return here.folder, len(files), len(wanted)
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        there = list(pool.map(lambda file: here.fetch(_blocks(system, file, place), file), wanted))
+    gone = [file.name for file, found in zip(wanted, there) if not found]
+    if gone:
+        print(f"note: left out, because they are gone or links to nothing: {distributed.some(gone)}", flush=True)
+    return here.folder, len(files) - len(gone), len(wanted) - len(gone)
 
 
 def _system(place: storage.Place) -> fsspec.AbstractFileSystem:
@@ -132,42 +138,93 @@ def _changed(found: dict[str, Any]) -> str:
     return str(next((found[key] for key in keys if found.get(key)), ""))
 
 
-class Collected:
-    """A run folder on this machine, with a list of the versions of files that it has."""
+def _blocks(system: fsspec.AbstractFileSystem, file: File, place: storage.Place) -> Iterator[bytes] | None:
+    """The content of a file; None where there is none any more, or a link to nothing or to a folder."""
+    with _named(place):
+        try:
+            source = system.open(file.source, "rb")
+        except (FileNotFoundError, IsADirectoryError):
+            return None
+    return _read(source, place)
 
-    def __init__(self, folder: pathlib.Path):
+
+def _read(source: IO[bytes], place: storage.Place) -> Iterator[bytes]:
+    with _named(place), source:
+        while block := source.read(1 << 20):
+            yield block
+
+
+@contextlib.contextmanager
+def _here(path: pathlib.Path) -> Iterator[None]:
+    """What the file system of this machine raises, as CollectError."""
+    try:
+        yield
+    except OSError as error:
+        raise CollectError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
+
+
+class Collected:
+    """A run folder on this machine, with a list of the versions of files that it has.
+
+    Raises:
+      ConfigError: the folder has files that come from elsewhere than ``source``, which the list names.
+      CollectError: it cannot be read or written.
+    """
+
+    def __init__(self, folder: pathlib.Path, source: str):
         self.folder, self._lock = folder, threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
         self._list = folder / LIST
         self._known: dict[str, str] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for line in self._list.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # the last line, if its writer was killed
-                    self._known |= json.loads(line)
+        with _here(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            has_list = self._list.exists()
+            text = self._list.read_text(encoding="utf-8", errors="replace") if has_list else ""
+            foreign = not has_list and any(folder.iterdir())
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a line whose writer was killed
+                self._known |= json.loads(line)
+        require(not foreign, f"{folder} holds files that were not collected; give another folder with --to")
+        before = self._known.get(SOURCE, source)
+        require(before == source, f"{folder} was collected from {before}, not {source}; give another folder with --to")
+        if SOURCE not in self._known or not text.endswith("\n"):
+            self._note(SOURCE, source, begin="\n" if text else "")
 
     def has(self, file: File) -> bool:
         """Whether this version of a file is here."""
         path = self.folder / file.name
         same = file.changed != "" and self._known.get(file.name) == file.changed
-        return same and path.exists() and path.stat().st_size == file.size
+        with _here(path):
+            return same and path.exists() and path.stat().st_size == file.size
 
-    def fetch(self, system: fsspec.AbstractFileSystem, file: File) -> None:
-        """Downloads beside the old file and renames. A file that grows meanwhile is fetched again the next time."""
+    def fetch(self, blocks: Iterator[bytes] | None, file: File) -> bool:
+        """Writes a file beside the old one and renames. One that grows meanwhile is fetched again the next time.
+
+        Returns:
+          whether it was there: not where ``blocks`` are None.
+        """
+        if blocks is None:
+            return False
         path = self.folder / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
-        with system.open(file.source, "rb") as source, open(part, "wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
-        os.replace(part, path)
-        with self._lock, open(self._list, "a", encoding="utf-8") as known:
-            known.write(json.dumps({file.name: file.changed}) + "\n")
+        with _here(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as copy:
+                copy.writelines(blocks)
+            os.replace(part, path)
+        self._note(file.name, file.changed)
+        return True
+
+    def _note(self, name: str, text: str, begin: str = "") -> None:
+        """A line of the list."""
+        with self._lock, _here(self._list), open(self._list, "a", encoding="utf-8") as known:
+            known.write(begin + json.dumps({name: text}) + "\n")
 
 
 def main(argv: list[str]) -> None:
     given = flags.FLAGS
+    if len(argv) < 2:
+        raise cli.UsageError("one spec or more are needed, got none")
     try:
-        if len(argv) < 2:
-            raise app.UsageError("python -m launch.collect SPEC [SPEC ...] [--to FOLDER]")
         for path in argv[1:]:
             folder, files, fetched = collect(specs.load(path), pathlib.Path(given.to), checkpoints=given.checkpoints)
             print(f"{folder}: {files} files, {fetched} of them new")
@@ -175,6 +232,7 @@ def main(argv: list[str]) -> None:
                 print(f"next: python -m k3jax.report {folder}")
     except (ConfigError, CollectError) as error:
         print(f"launch.collect: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         # A client that goes on trying in its thread would keep the interpreter from ending.
         os._exit(Exit.CONFIGURATION if isinstance(error, ConfigError) else Exit.STORAGE)
 
@@ -182,4 +240,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("to", "runs", "the folder that gets a folder for each spec's name")
     flags.DEFINE_bool("checkpoints", False, "also fetch the checkpoints")
-    app.run(main)
+    cli.start(main, "python -m launch.collect SPEC [SPEC ...] [--to FOLDER] [--checkpoints]")

@@ -5,15 +5,16 @@ python -m launch.from_plan plans/k3/plan.json --runs gs://bucket/runs --out spec
 
 import json
 import pathlib
-import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from k3jax import config_io, presets
 from k3jax.config import ConfigError, require
-from k3jax.exits import Exit
 from k3jax.run_config import TrainConfig
+from launch import cli, files
 from launch import spec as specs
 from launch.machines import machines
 from launch.spec import RunSpec, Train
@@ -22,6 +23,12 @@ DECISIVE = ("model", "optimizer", "seq_len", "batch", "micro_batches", "loss_chu
 """The fields of a configuration that a plan depends on."""
 RATES = "optimizer.schedule"
 """And what it does not depend on within them."""
+READ = {
+    "name": str, "topology": str, "layout": str, "memory.fits": bool, "memory.total": float, "memory.hbm": float,
+    "seconds.step": float,
+}  # fmt: skip
+"""The fields of a plan that are read, besides its configuration."""
+WORDS = {str: "a text", bool: "true or false", float: "a number above 0"}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -32,20 +39,33 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
+        for field, kind in READ.items():
+            _check(plan, field, kind)
+        require("config" in plan, "it has no config")
         config = config_io.from_dict(TrainConfig, plan["config"])
-        fields = plan["name"], plan["topology"], plan["layout"], plan["memory"]["fits"], plan["seconds"]["step"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} is no plan.json of k3jax.plan: {error!r}") from error
-    require(None not in fields, f"{str(path)!r} is no plan.json of k3jax.plan")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} is no plan.json of k3jax.plan: {error}") from error
     return plan | {"config": config}
 
 
-def configuration(plan: dict[str, Any], given: str, spec: pathlib.Path) -> str:
-    """What the spec names as its configuration: the one that is given, if it is what was planned, or the preset that
-    was, or a file beside the spec with what was planned, which is written.
+def _check(plan: Any, field: str, kind: type) -> None:
+    """Raises ConfigError where a field of a plan, by its dotted path, is missing or something else."""
+    value = plan
+    for name in field.split("."):
+        require(isinstance(value, dict) and name in value, f"it has no {field}")
+        value = value[name]
+    right = type(value) is kind
+    if kind is float:
+        right = type(value) in (int, float) and 0 < value < 1e30
+    require(right, f"{field} = {str(value)[:80]!r}, but it must be {WORDS[kind]}")
+
+
+def configuration(plan: dict[str, Any], given: str) -> str:
+    """What the spec can name as its configuration: the one that is given, if it is what was planned, or the preset that
+    was; nothing where what was planned has no name.
 
     Raises:
-      ConfigError: the configuration given is another one, or the file cannot be written.
+      ConfigError: the configuration given is another one.
     """
     planned = plan["config"]
     if given:
@@ -57,11 +77,37 @@ def configuration(plan: dict[str, Any], given: str, spec: pathlib.Path) -> str:
         said = ", ".join(f"{path} = {new}, but {old} was planned" for path, (old, new) in differ.items())
         require(not differ, f"--config={given} is not what was planned: {said}")
         return given
-    if plan["name"] in presets.PRESETS and presets.load(plan["name"]) == planned:
-        return plan["name"]
-    path = spec.with_name(f"{spec.stem}.config.json")
-    specs.save(planned, path)
-    return str(path)
+    return plan["name"] if plan["name"] in presets.PRESETS and presets.load(plan["name"]) == planned else ""
+
+
+def write(plan: dict[str, Any], given: str, path: pathlib.Path, *, settings: Sequence[str] = (), **fields) -> str:
+    """Writes the spec of a plan, and beside it what was planned, if that is no preset and no file is ``given``. Nothing
+    is written unless all is well, so the spec is made with a draft of that file first.
+
+    Args:
+      settings: ``field=value`` of the spec.
+      fields: as for :func:`spec_of`.
+
+    Returns:
+      what the spec names as its configuration.
+
+    Raises:
+      ConfigError: as :func:`configuration` and :func:`spec_of`, or a file cannot be written.
+    """
+
+    def made(config: str) -> RunSpec:
+        return config_io.override(spec_of(plan, config=config, **fields), settings)
+
+    if not (named := configuration(plan, given)):
+        beside = path.with_name(f"{path.stem}.config.json")
+        with tempfile.TemporaryDirectory() as folder:
+            draft = f"{folder}/{beside.name}"
+            specs.save(plan["config"], draft)
+            made(draft)
+        specs.save(plan["config"], beside)
+        named = str(beside)
+    specs.save(made(named), path)
+    return named
 
 
 def spec_of(plan: dict[str, Any], *, config: str, name: str, runs: str, **fields) -> RunSpec:
@@ -101,22 +147,15 @@ def cost(plan: dict[str, Any], config: TrainConfig) -> str:
 
 
 def main(argv: list[str]) -> None:
-    given = flags.FLAGS
-    try:
-        if len(argv) != 2:
-            raise app.UsageError(f"one plan.json is needed, got {len(argv) - 1}")
-        plan = read(pathlib.Path(argv[1]))
-        name = given.name or pathlib.Path(given.config or plan["name"]).stem.replace("_", "-")
-        path = pathlib.Path(given.out or f"{name}.json")
-        config = configuration(plan, given.config, path)
-        spec = config_io.override(spec_of(plan, config=config, name=name, runs=given.runs), given["set"].value)
-        specs.save(spec, path)
-    except ConfigError as error:
-        print(f"launch.from_plan: {error}", file=sys.stderr)
-        raise SystemExit(int(Exit.CONFIGURATION)) from None
+    given, source = flags.FLAGS, pathlib.Path(cli.only_argument(argv, "plan.json"))
+    plan = read(source)
+    name = given.name or pathlib.Path(given.config or plan["name"]).stem.replace("_", "-")
+    said = cost(plan, plan["config"])
+    path = files.target(given.out or ".", f"{name}.json", source, given.config)
+    config = write(plan, given.config, path, settings=given["set"].value, name=name, runs=given.runs)
     if config.endswith(".json"):
         print(f"the run reads {config}: it must be in the image, or at that place on every host")
-    print(f"wrote {path}\n{cost(plan, plan['config'])}\nnext: python -m launch.render {path} --to ENGINE")
+    print(f"wrote {path}\n{said}\nnext: python -m launch.render {path} --to ENGINE")
 
 
 if __name__ == "__main__":
@@ -124,6 +163,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("runs", None, "the folder of run folders: a path, gs://, s3:// or pvc://")
     flags.DEFINE_string("name", "", "the run's name; default: the configuration's")
     flags.DEFINE_multi_string("set", [], "field=value of the spec; repeat for several")
-    flags.DEFINE_string("out", "", "the file to write; default: NAME.json")
+    flags.DEFINE_string("out", "", "the file to write, or a folder for it; default: NAME.json")
     flags.mark_flag_as_required("runs")
-    app.run(main)
+    cli.start(main, "python -m launch.from_plan PLAN.json --runs FOLDER [--config CONFIG] [--out FILE]")

@@ -20,9 +20,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from absl import app, flags
+from absl import flags
 
 from k3jax.exits import FINAL, Exit
+from launch import cli
 
 # Seconds in which the others may leave by themselves after one has failed: with a message of their own, perhaps, but
 # never with a checkpoint, which takes all of them.
@@ -210,7 +211,7 @@ def free_port() -> int:
 def main(argv: list[str]) -> None:
     given = flags.FLAGS
     if len(argv) < 2:
-        raise app.UsageError("python -m launch.local --processes N --logs FOLDER -- COMMAND")
+        raise cli.UsageError("there is no command to run")
     fields = dict(processes=given.processes, gpus=given.gpus, retries=given.retries, grace=given.grace)
     raise SystemExit(run(Group(argv[1:], pathlib.Path(given.logs), **fields)))
 
@@ -222,4 +223,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("retries", 10, "starts after a failure that another start may mend", lower_bound=0)
     flags.DEFINE_float("grace", 120.0, "seconds to save in after a signal", lower_bound=0.0)
     flags.mark_flag_as_required("logs")
-    app.run(main)
+    cli.start(main, "python -m launch.local --processes N --logs FOLDER -- COMMAND")

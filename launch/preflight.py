@@ -10,12 +10,11 @@ starts.
 
 import dataclasses
 import pathlib
-import sys
 
-from absl import app, flags
+from absl import flags
 
-from k3jax.config import ConfigError, require
-from k3jax.exits import Exit
+from k3jax.config import require
+from launch import cli
 from launch import spec as specs
 from launch.render import ENGINES, make, run_here
 from launch.spec import Preflight, RunSpec, Train
@@ -29,18 +28,12 @@ def preflight_of(spec: RunSpec) -> RunSpec:
     """
     require(isinstance(spec.job, Train), f"{spec.name} is a study: its runs are checked as they start")
     name = f"{spec.name[:30].rstrip('-')}-preflight"
-    return dataclasses.replace(spec, name=name, job=Preflight(spec.job.config), retries=0)
+    return dataclasses.replace(spec, name=name, job=Preflight(spec.job.config, run=spec.name), retries=0)
 
 
 def main(argv: list[str]) -> None:
-    given = flags.FLAGS
-    try:
-        if len(argv) != 2:
-            raise app.UsageError(f"one spec is needed, got {len(argv) - 1}")
-        path = make(preflight_of(specs.load(argv[1])), given.to, pathlib.Path(argv[1]).parent)
-    except ConfigError as error:
-        print(f"launch.preflight: {error}", file=sys.stderr)
-        raise SystemExit(int(Exit.CONFIGURATION)) from None
+    given, source = flags.FLAGS, cli.only_argument(argv, "spec")
+    path = make(preflight_of(specs.load(source)), given.to, pathlib.Path(source).parent, source=source)
     if given.to == "local":
         run_here(path)
 
@@ -48,4 +41,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_enum("to", None, list(ENGINES), "the engine")
     flags.mark_flag_as_required("to")
-    app.run(main)
+    cli.start(main, "python -m launch.preflight SPEC --to ENGINE")

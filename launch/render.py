@@ -6,13 +6,12 @@ python -m launch.render run.json --to local --run
 
 import os
 import pathlib
-import sys
 from typing import NoReturn
 
-from absl import app, flags
+from absl import flags
 
-from k3jax.config import ConfigError, require
-from k3jax.exits import Exit
+from k3jax.config import require
+from launch import cli, files
 from launch import spec as specs
 from launch.command import Rendered
 from launch.engines import gke, local, skypilot, slurm, xpk
@@ -21,18 +20,6 @@ from launch.spec import RunSpec
 ENGINES = {
     "local": local.render, "slurm": slurm.render, "gke": gke.render, "xpk": xpk.render, "skypilot": skypilot.render,
 }  # fmt: skip
-
-
-def write(rendered: Rendered, path: pathlib.Path) -> None:
-    """Writes the script or manifest.
-
-    Raises:
-      ConfigError: the path cannot be written.
-    """
-    try:
-        path.write_text(rendered.text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def summary(spec: RunSpec, rendered: Rendered, path: pathlib.Path) -> str:
@@ -47,18 +34,21 @@ def summary(spec: RunSpec, rendered: Rendered, path: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def make(spec: RunSpec, engine: str, path: str | pathlib.Path) -> pathlib.Path:
+def make(
+    spec: RunSpec, engine: str, out: str | pathlib.Path, *, source: str | pathlib.Path | None = None
+) -> pathlib.Path:
     """Writes what an engine takes, and says what to do with it.
 
     Args:
-      path: the file, or a folder for one that is named after run and engine, which keeps those of two engines apart.
+      out: the file, or a folder for one that is named after run and engine, which keeps those of two engines apart.
+      source: the file of the spec, which is not overwritten.
 
     Raises:
       ConfigError: the engine cannot give what the spec asks for, or the file cannot be written.
     """
-    rendered, path = ENGINES[engine](spec), pathlib.Path(path)
-    path = path / f"{spec.name}.{engine}{rendered.suffix}" if path.is_dir() else path
-    write(rendered, path)
+    rendered = ENGINES[engine](spec)
+    path = files.target(out, f"{spec.name}.{engine}{rendered.suffix}", source)
+    files.write(rendered.text, path)
     print(summary(spec, rendered, path), flush=True)
     return path
 
@@ -69,17 +59,9 @@ def run_here(script: pathlib.Path) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    given = flags.FLAGS
-    try:
-        if len(argv) != 2:
-            raise app.UsageError(f"one spec is needed, got {len(argv) - 1}")
-        require(
-            not given.run or given.to == "local", f"--run with --to {given.to}: only local runs are started from here"
-        )
-        path = make(specs.load(argv[1]), given.to, given.out or pathlib.Path(argv[1]).parent)
-    except ConfigError as error:
-        print(f"launch.render: {error}", file=sys.stderr)
-        raise SystemExit(int(Exit.CONFIGURATION)) from None
+    given, source = flags.FLAGS, cli.only_argument(argv, "spec")
+    require(not given.run or given.to == "local", f"--run with --to {given.to}: only local runs are started from here")
+    path = make(specs.load(source), given.to, given.out or pathlib.Path(source).parent, source=source)
     if given.run:
         run_here(path)
 
@@ -87,6 +69,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_enum("to", None, list(ENGINES), "the engine")
     flags.DEFINE_bool("run", False, "also start it, with --to local")
-    flags.DEFINE_string("out", "", "the file to write; default: NAME.ENGINE.* beside the spec")
+    flags.DEFINE_string("out", "", "the file to write, or a folder for it; default: NAME.ENGINE.* beside the spec")
     flags.mark_flag_as_required("to")
-    app.run(main)
+    cli.start(main, "python -m launch.render SPEC --to ENGINE [--out FILE] [--run]")

@@ -7,7 +7,7 @@ from k3jax.exits import Exit
 from launch import storage
 from launch.command import Rendered, command, environment, require_image
 from launch.machines import Gpu, Tpu, tpu_or_gpu
-from launch.spec import RunSpec
+from launch.spec import Preflight, RunSpec
 
 # Besides those, xpk starts anew after 42 and 127 to 255. 1 is an error that has no code of its own.
 AGAIN = (1, Exit.PEERS, Exit.HUNG, Exit.PREEMPTED)
@@ -74,7 +74,9 @@ def _inner(spec: RunSpec, paths: dict[str, str]) -> str:
 
 
 def _storage(spec: RunSpec) -> tuple[dict[str, str], list[str], list[str]]:
-    """Folders in the container, commands that attach the buckets to the cluster, and the names they get."""
+    """Folders in the container, commands that attach the buckets to the cluster, and the names they get: those of the
+    run for its preflight, too, so that they are attached once."""
+    owner = spec.job.run if isinstance(spec.job, Preflight) and spec.job.run else spec.name
     paths, before, stores = {"runs": "", "data": ""}, [], []
     for name, text, path in (("runs", spec.runs, storage.RUNS), ("data", spec.data, storage.DATA)):
         if not (place := storage.parse(text)):
@@ -82,7 +84,7 @@ def _storage(spec: RunSpec) -> tuple[dict[str, str], list[str], list[str]]:
         storage.refuse_path(place, "xpk")
         require(place.kind == "gs", f"xpk cannot mount {text!r}; give gs://bucket/folder")
         storage.check_credentials(place)
-        where, store = spec.kubernetes, f"{spec.name}-{name}"
+        where, store = spec.kubernetes, f"{owner}-{name}"
         before.append(
             shlex.join([
                 "xpk", "storage", "attach", store, "--type=gcsfuse", f"--bucket={place.owner}", "--size=1",

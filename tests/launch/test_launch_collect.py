@@ -1,12 +1,15 @@
 """Run folders come back, a second time only what has changed, and what cannot be had is said and never waited for."""
 
 import dataclasses
+import errno
+import io
 import json
 import pathlib
 import time
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from k3jax.config import ConfigError
@@ -57,17 +60,16 @@ def test_a_second_time_what_has_changed(run, tmp_path):
 def test_goes_on_after_a_break(run, tmp_path, monkeypatch):
     """What came before it is not fetched again, and half a file is none."""
     (run / "other.json").write_text("{}")
-    copy, left = collecting.shutil.copyfileobj, [1]
+    opened, left = LocalFileSystem.open, [1]
 
-    def cut(source, target, size):
-        if not left:
-            target.write(b"ha")
+    class Cut(io.BytesIO):
+        def read(self, size=-1):
+            if block := super().read(size):
+                return block
             raise OSError("connection reset")
-        left.pop()
-        copy(source, target, size)
 
     monkeypatch.setattr(collecting, "AT_ONCE", 1)
-    monkeypatch.setattr(collecting.shutil, "copyfileobj", cut)
+    monkeypatch.setattr(LocalFileSystem, "open", lambda *given: opened(*given) if left and left.pop() else Cut(b"ha"))
     with pytest.raises(CollectError, match=r"storage '.*there': connection reset"):
         collect(spec(str(run.parent)), tmp_path / "here")
     monkeypatch.undo()
@@ -136,3 +138,48 @@ def test_studies_have_folders_in_theirs(run, tmp_path):
     study = dataclasses.replace(spec(str(run.parent.parent)), name="there")
     here, files, _ = collect(study, tmp_path / "here")
     assert files == 2 and json.loads((here / "nano" / "metrics.jsonl").read_text()) == {"step": 1}
+
+
+def test_two_runs_of_one_name_are_not_mixed(run, tmp_path):
+    """Nor is a run mixed with what was here before."""
+    collect(spec(str(run.parent)), tmp_path / "here")
+    other = tmp_path / "other" / "nano"
+    other.mkdir(parents=True)
+    (other / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"here/nano was collected from /.*/there/nano, not /.*/other/nano; give ano"):
+        collect(spec(str(other.parent)), tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"/other/nano holds files that were not collected; give another .* --to"):
+        collect(spec(str(run.parent)), tmp_path / "other")
+    assert content(tmp_path / "here" / "nano")["metrics.jsonl"] == '{"step": 1}\n' and content(other) == {
+        "metrics.jsonl": "{}"
+    }
+    listed = (tmp_path / "here" / "nano" / collecting.LIST).read_text().splitlines()
+    assert [json.loads(line) for line in listed].count({"": str(run)}) == 1
+
+
+@pytest.mark.parametrize("to, name", [("file", "file/nano"), ("taken", "taken/nano"), ("/proc/x", "proc/x")])
+def test_a_place_that_cannot_be_written_is_named(to, name, run, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "nano").touch()
+    with pytest.raises(CollectError, match=rf"^cannot write /(.*/)?{name}: (Not a directory|File exists|No such file)"):
+        collect(spec(str(run.parent)), tmp_path / to)
+
+
+def test_a_full_disk_is_no_fault_of_the_storage(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(collecting.os, "replace", full)
+    with pytest.raises(CollectError, match=r"^cannot write /.*/here/nano/.*: No space left on device$"):
+        collect(spec(str(run.parent)), tmp_path / "here")
+
+
+def test_links_to_nothing_are_left_out(run, tmp_path, capsys):
+    (run / "latest.json").symlink_to(run / "gone.json")
+    (run / "newest").symlink_to(run / "heartbeats")
+    here, files, fetched = collect(spec(str(run.parent)), tmp_path / "here")
+    assert (files, fetched) == (2, 2) and len(content(here)) == 2
+    note = capsys.readouterr().out
+    assert note.startswith("note: left out, because they are gone or links to nothing: ")
+    assert "latest.json" in note and "newest" in note

@@ -30,7 +30,7 @@ PLAN = {
 )
 def test_the_spec_of_a_plan(topology, layout, hosts, per_host):
     found = from_plan.spec_of(
-        PLAN | {"topology": topology, "layout": layout}, config="kimi_k3", name="k3", runs="gs://r"
+        PLAN | {"topology": topology, "layout": layout}, config="kimi_k3", name="k3", runs="gs://runs"
     )
     assert (found.topology, found.layout, found.hosts, found.devices_per_host) == (topology, layout, hosts, per_host)
 
@@ -48,26 +48,34 @@ def test_the_spec_of_a_plan(topology, layout, hosts, per_host):
 def test_configurations_that_were_not_planned(tmp_path, change, given, message):
     plan = PLAN | {"config": config_io.override(PLAN["config"], change)}
     with pytest.raises(ConfigError, match=message):
-        from_plan.configuration(plan, given, tmp_path / "k3.json")
+        from_plan.write(plan, given, tmp_path / "k3.json", name="k3", runs="/runs")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_was_planned_is_what_runs(tmp_path):
     """A preset as it is needs no file; one with changes gets it; what no plan depends on may differ."""
-    assert from_plan.configuration(PLAN, "", tmp_path / "k3.json") == "kimi_k3" and not list(tmp_path.iterdir())
-    changed = config_io.override(PLAN["config"], ["batch=1024", "seed=3"])
-    path = from_plan.configuration(PLAN | {"config": changed}, "", tmp_path / "k3.json")
+
+    def write(config, given=""):
+        return from_plan.write(PLAN | {"config": config}, given, tmp_path / "k3.json", name="k3", runs="/runs")
+
+    assert write(PLAN["config"]) == "kimi_k3" and [path.name for path in tmp_path.iterdir()] == ["k3.json"]
+    changed = config_io.override(PLAN["config"], ["batch=2080", "seed=3"])
+    with pytest.raises(ConfigError, match=r"2080 .*divide over"):
+        write(changed)
+    assert [path.name for path in tmp_path.iterdir()] == ["k3.json"]
+    changed = config_io.override(changed, ["batch=1024"])
+    path = write(changed)
     assert path == str(tmp_path / "k3.config.json") and presets.load(path) == changed
+    assert spec.load(tmp_path / "k3.json").job.config == path
     other = config_io.override(changed, ["steps=10", "optimizer.schedule.peak=1e-3", "data=TextFolder(path='docs')"])
-    config_io.save_json(other, tmp_path / "other.json")
-    given = str(tmp_path / "other.json")
-    assert from_plan.configuration(PLAN | {"config": changed}, given, tmp_path / "k3.json") == given
+    config_io.save_json(other, path)
+    assert write(changed, path) == path and presets.load(path) == other
 
 
 def test_a_plan_that_does_not_fit_becomes_no_run():
     memory = {"total": 120e9, "hbm": 100e9, "fits": False}
     with pytest.raises(ConfigError, match=r"does not fit: 120.0 GB of 100.0 GB"):
-        from_plan.spec_of(PLAN | {"memory": memory}, config="kimi_k3", name="k3", runs="gs://r")
+        from_plan.spec_of(PLAN | {"memory": memory}, config="kimi_k3", name="k3", runs="gs://runs")
 
 
 def test_the_cost_is_steps_times_chips():
@@ -93,8 +101,38 @@ def test_the_commands(tmp_path):
     )
 
 
-@pytest.mark.parametrize("text", ['{"topology": "v5p:2x2x2"}', "[1]", "{", '{"config": "kimi_k3"}'])
-def test_what_is_no_plan(tmp_path, text):
-    (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"is no plan.json of k3jax.plan"):
+STEP = "seconds.step = '{}', but it must be a number above 0"
+NO_PLANS = {
+    "half a file": ({"topology": "v5p:2x2x2", "name": "a"}, "it has no layout"),
+    "a list": ([1], "it has no name"),
+    "no configuration": ({"config": "kimi_k3"}, "configuration = 'kimi_k3', but it must be TrainConfig"),
+    "a topology": ({"topology": 3}, "topology = '3', but it must be a text"),
+    "a layout": ({"layout": 7}, "layout = '7', but it must be a text"),
+    "no memory": ({"memory": 3}, "it has no memory.fits"),
+    "no total": ({"memory": {"fits": False, "hbm": 1}}, "it has no memory.total"),
+    "an answer": ({"memory": {"fits": "no", "hbm": 1, "total": 2}}, "memory.fits = 'no', but it must be true or false"),
+    "a step": ({"seconds": {"step": "x"}}, STEP.format("x")),
+    "true": ({"seconds": {"step": True}}, STEP.format("True")),
+    "no number": ({"seconds": {"step": float("nan")}}, STEP.format("nan")),
+    "no end": ({"seconds": {"step": float("inf")}}, STEP.format("inf")),
+    "no time": ({"seconds": {"step": 0}}, STEP.format("0")),
+    "before its beginning": ({"seconds": {"step": -1.5}}, STEP.format("-1.5")),
+    "a number of many digits": ({"seconds": {"step": 10**400}}, STEP.format("1" + 79 * "0")),
+}
+
+
+@pytest.mark.parametrize("change, message", NO_PLANS.values(), ids=NO_PLANS)
+def test_what_is_no_plan(change, message, tmp_path):
+    whole = PLAN | {"config": config_io.to_dict(PLAN["config"])}
+    plan = whole | change if isinstance(change, dict) and len(change) == 1 else change
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(ConfigError) as caught:
         from_plan.read(tmp_path / "plan.json")
+    assert str(caught.value) == f"{str(tmp_path / 'plan.json')!r} is no plan.json of k3jax.plan: {message}"
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG" + bytes(200_000), b"{", b"[" * 100_000], ids=["a picture", "{", "["])
+def test_what_is_no_text_is_one_short_line(content, tmp_path):
+    (tmp_path / "plan.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^'/.*plan.png' is no plan.json of k3jax.plan: [^\n]{1,120}$"):
+        from_plan.read(tmp_path / "plan.png")

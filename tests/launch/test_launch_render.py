@@ -18,7 +18,8 @@ from k3jax.config import ConfigError
 from k3jax.exits import FINAL, Exit
 from launch import spec as specs
 from launch.command import command
-from launch.render import ENGINES, summary
+from launch.preflight import preflight_of
+from launch.render import ENGINES, make, summary
 from launch.spec import Kubernetes, RunSpec, Study
 
 FOLDER = pathlib.Path(__file__).parent
@@ -112,14 +113,15 @@ REFUSED = {
     "a cluster": ("xpk", "k3-v5p", {"kubernetes": Kubernetes()}, r"xpk needs kubernetes.cluster"),
     "TPUs": ("slurm", "k3-v5p", {}, r"slurm has no v5p:16x16x16"),
     "spot": ("slurm", "linear-h200", {"spot": True}, r"a preemptible partition"),
-    "a bucket": ("slurm", "linear-h200", {"data": "gs://a"}, r"slurm cannot mount 'gs://a'"),
+    "a bucket": ("slurm", "linear-h200", {"data": "gs://tokens"}, r"slurm cannot mount 'gs://tokens'"),
+    "a path with a colon": ("slurm", "linear-h200", {"data": "/a:b"}, r"pyxis cannot mount '/a:b', which has"),
     "a relative path": ("slurm", "linear-h200", {"runs": "runs"}, r"'runs' must be an absolute path"),
     "hosts here": ("local", "three-slices", {}, r"but v5e:4x4 has 12 hosts; cpu:12x4 would simulate them"),
     "an image here": ("local", "linear-h200", {}, r"local starts no container, but RunSpec.image = 'registry"),
     "a path": ("gke", "k3-v5p", {"runs": "/runs"}, r"'/runs' would be lost with its machine; give gs://"),
-    "another cloud": ("gke", "k3-v5p", {"data": "s3://a"}, r"gke cannot mount 's3://a'"),
+    "another cloud": ("gke", "k3-v5p", {"data": "s3://tokens"}, r"gke cannot mount 's3://tokens'"),
     "a claim": ("skypilot", "ladder-v6e", {"runs": "pvc://a"}, r"skypilot cannot mount 'pvc://a'"),
-    "S3 of several": ("skypilot", "h100-nodes", {"runs": "s3://a"}, r"cannot keep the run folder of 2 hosts in 's3://a'"),
+    "S3 of several": ("skypilot", "h100-nodes", {"runs": "s3://tokens"}, r"cannot keep the run folder of 2 hosts in 's3://tokens'"),
     "simulated devices": ("gke", "nano-here", {}, r"gke has no cpu:2x4"),
     "slices of one host": (
         "gke", "three-slices", {"topology": "v5e:2x2", "hosts": 3, "layout": "data=3,fsdp=4"}, r"of several hosts only",
@@ -136,7 +138,7 @@ REFUSED = {
     ),
     "a pair of hosts": ("skypilot", "ladder-v6e", TPU_2X4, r"SkyPilot's v6e:2x4 is one with 8"),
     "a large host": ("xpk", "three-slices", TPU_2X4 | {"hosts": 1, "devices_per_host": 8}, r"of hosts with 4"),
-    "quotes": ("xpk", "h100-nodes", {"data": "gs://a"}, r"puts a GPU workload's command into double quotes"),
+    "quotes": ("xpk", "h100-nodes", {"data": "gs://tokens"}, r"puts a GPU workload's command into double quotes"),
 }  # fmt: skip
 
 
@@ -153,11 +155,47 @@ def test_a_bucket_without_credentials_is_refused(engine, monkeypatch):
         ENGINES[engine](load("h100-nodes"))
 
 
+@pytest.mark.parametrize("name", ["three-slices", "h100-nodes"])
+def test_a_preflight_on_xpk_has_the_storage_of_its_run(name):
+    """Which is attached once, under one name."""
+    run, checks = (ENGINES["xpk"](spec) for spec in (load(name), preflight_of(load(name))))
+    assert run.before == checks.before and f"--storage={name}-runs " in checks.text
+    assert f"--workload={name}-preflight " in checks.text and f"/mnt/runs/{name}-preflight" in checks.text
+
+
 def test_a_study_is_one_command():
-    spec = RunSpec("ratio", Study("e02_ratio", rung="s"), "cpu:1x1", 1, 1, "", "runs")
-    assert command(spec, runs="runs", data="") == [
-        "python", "-m", "experiments.run", "e02_ratio", "--rung", "s", "--runs", "runs/ratio",
+    spec = RunSpec("ratio", Study("s02_hybrid_ratio", rung="d64"), "cpu:1x1", 1, 1, "", "runs")
+    found = command(spec, runs="runs", data="")
+    assert found == [
+        "python", "-m", "experiments.run", "s02_hybrid_ratio", "--rung", "d64", "--root", "runs/ratio",
     ]  # fmt: skip
+    there = (FOLDER.parent.parent / "experiments" / "run.py").read_text()
+    assert all(f'"{flag.removeprefix("--")}"' in there for flag in found if flag.startswith("--"))
+
+
+def test_a_spec_is_not_overwritten(tmp_path):
+    """By its own path, another one to the same file, or the name that a rendered file would get."""
+    here, name = load("nano-here", runs="runs"), "nano-here.local.sh"
+    source = tmp_path / name
+    specs.save(here, source)
+    (tmp_path / "linked.sh").symlink_to(source)
+    for out in (source, f"{tmp_path}/../{tmp_path.name}/{name}", tmp_path / "linked.sh", tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"is what is read, and would be overwritten; give another file with --out"
+        ):
+            make(here, "local", out, source=source)
+    assert specs.load(source) == here
+    assert make(here, "local", tmp_path / "other.sh", source=source).read_text().startswith("#!")
+
+
+def test_a_folder_to_write_to(tmp_path):
+    """A slash at the end means one."""
+    assert make(load("nano-here"), "local", f"{tmp_path}/a/b/") == tmp_path / "a" / "b" / "nano-here.local.sh"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write '.*/file/': .*File exists"):
+        make(load("nano-here"), "local", f"{tmp_path}/file/")
+    with pytest.raises(ConfigError, match=r"cannot write '.*/none/x.sh': .*No such file"):
+        make(load("nano-here"), "local", tmp_path / "none" / "x.sh")
 
 
 def tool(folder: pathlib.Path, name: str, text: str) -> None:
