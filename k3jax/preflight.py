@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import psutil
 
 from k3jax import distributed, runtime
 from k3jax.checkpoint import FOLDER
@@ -86,7 +87,8 @@ def _write_mark(run: pathlib.Path) -> dict[str, Any]:
     try:
         made = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
-        mark = run / f".preflight-{socket.gethostname()}-{os.getpid()}"
+        _remove_marks_of_the_dead(run)
+        mark = run / f"{_own_marks()}{os.getpid()}"
         mark.write_text(f"{time.time()}\n", encoding="utf-8")
         content, free = mark.read_text(encoding="utf-8"), shutil.disk_usage(run).free
         return {"mark": mark.name, "content": content, "free": free, "made": made}
@@ -94,6 +96,19 @@ def _write_mark(run: pathlib.Path) -> dict[str, Any]:
         raise OSError(
             f"the run folder {run} cannot be written: {error}; mount it there for this user, or choose another --run"
         ) from error
+
+
+def _own_marks() -> str:
+    """How the names of this host's marks begin; the number of the process follows."""
+    return f".preflight-{socket.gethostname()}-"
+
+
+def _remove_marks_of_the_dead(run: pathlib.Path) -> None:
+    """Those of processes of this host that were ended before process 0 had judged, which removes them."""
+    for mark in run.glob(f"{_own_marks()}*"):
+        number = mark.name.removeprefix(_own_marks())
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            mark.unlink(missing_ok=True)
 
 
 def _read_manifests(config: TrainConfig) -> None:

@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import pathlib
+import socket
+import subprocess
 import threading
 import time
 
@@ -97,6 +99,18 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     facts = preflight.facts_of_host(tiny(), tmp_path / "file" / "run")
     ((code, text),) = facts["problems"]
     assert code == Exit.STORAGE and str(tmp_path / "file" / "run") in text and "mount it there" in text
+
+
+def test_marks_of_processes_that_were_stopped_are_removed(tmp_path):
+    """Of this host only, and only where the process is gone."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = f".preflight-{socket.gethostname()}-"
+    names = {f"{own}{ended.pid}", f"{own}{os.getppid()}", f"{own}x", f".preflight-other-{ended.pid}"}
+    for name in names:
+        (tmp_path / name).touch()
+    preflight.facts_of_host(tiny(), tmp_path)
+    assert set(os.listdir(tmp_path)) == names - {f"{own}{ended.pid}"} | {f"{own}{os.getpid()}"}
 
 
 def test_a_manifest_that_cannot_be_read(tmp_path):
