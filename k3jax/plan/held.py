@@ -65,9 +65,13 @@ class Held(NamedTuple):
         before = set(_axes(self.where))
         return tuple(name for name in _axes(self.kept) if name not in before)
 
+    def is_orthogonalized(self, optimizer: Optimizer) -> bool:
+        """Whether Muon updates it."""
+        return isinstance(getattr(optimizer, self.meta.role.group), Muon)
+
     def optimizer_bytes(self, optimizer: Optimizer) -> int:
         """A float32 momentum under Muon, two moments under AdamW."""
-        moments = 1 if isinstance(getattr(optimizer, self.meta.role.group), Muon) else 2
+        moments = 1 if self.is_orthogonalized(optimizer) else 2
         return 4 * moments * math.prod(self.kept.shard_shape(self.shape))
 
 

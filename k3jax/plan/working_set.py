@@ -237,12 +237,13 @@ def _dispatch(config: TrainConfig, layout: Layout, work: Work) -> tuple[float, s
 
 
 def _optimizer(config: TrainConfig, parameters: list[Held], stacks: list[Stack]) -> Moment:
-    """New values of all state beside the old ones, and the whole matrices that Muon works on at a time."""
-    new = sum(one.bytes + one.optimizer_bytes(config.optimizer) for one in parameters)
+    """What Muon makes new beside the old, and the whole matrices that it works on at a time; AdamW updates in place."""
+    orthogonalized = [one for one in parameters if one.is_orthogonalized(config.optimizer)]
+    new = sum(one.bytes + one.optimizer_bytes(config.optimizer) for one in orthogonalized)
     width = jnp.dtype(config.optimizer.matrices.dtype).itemsize if stacks else 0
     sizes = (4 * one.each * tiled(*one.shape) + 2 * one.padded * math.prod(one.part) * width for one in stacks)
     terms = [
-        Term("new state", new, "weights and moments, before the old ones go"),
+        Term("new state", new, "weights and momenta of matrices, before the old ones go"),
         Term("Muon", max(sizes, default=0), "matrices of a piece, three products of them, and the stack that travels"),
     ]
     return Moment("in the optimizer", terms, keeps=False)

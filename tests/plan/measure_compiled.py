@@ -58,6 +58,9 @@ CASES = [
     Case("kimi_linear_48b", "v5p:4x4x4", "expert=16,tensor=4,transport=RaggedAllToAll()", (*KDA, "batch=64")),
     Case("kimi_linear_48b", "v5p:4x4x4", "expert=16,tensor=4", (*MIXED, "batch=64")),
     Case("kimi_k3", "v5p:4x4x4", "expert=16,tensor=4,transport=RaggedAllToAll()", (*KDA, "batch=16")),
+    Case("kimi_linear_48b", "v5p:8x8x8", "kimi_linear_48b_v5p", ("batch=1024",)),
+    Case("kimi_linear_48b", "v6e:16x16", "fsdp=4,expert=64,transport=Balanced", ("batch=256",)),
+    Case("kimi_linear_48b", "v5p:8x8x8", "kimi_linear_48b_1m_v5p", ("seq_len=1048576", "batch=8")),
     Case("kimi_k3", "v5p:16x16x16", "kimi_k3_v5p", ("batch=1024", "optimizer.matrices.dtype=bfloat16")),
     Case("kimi_k3", "tpu7x:16x16x16", "kimi_k3_tpu7x", ("batch=1024", "optimizer.matrices.dtype=bfloat16")),
 ]
