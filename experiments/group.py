@@ -18,6 +18,7 @@ from k3jax.checkpoint import Checkpoints
 from k3jax.config import ConfigError, require
 from k3jax.data.load import load_data
 from k3jax.evaluate import evaluate, tasks_of
+from k3jax.exits import leave
 from k3jax.loop import NonFiniteError, SpikeError
 from k3jax.model.weights import Weights
 from k3jax.run_config import TrainConfig
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> None:
     try:
         results = run_group(study, *argv[2:], seeds=seeds, root=pathlib.Path(flags.FLAGS.root))
     except ConfigError as error:
-        raise SystemExit(f"experiments.group: {error}") from error
+        leave(f"experiments.group: {error}")
     for found in results:
         print(json.dumps({"rate": found["rate"], "seed": found["seed"], **found["metrics"]}))
 

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from experiments import folder, table
 from experiments.study import Study, load
 from k3jax.config import ConfigError, require
+from k3jax.exits import leave
 from k3jax.report.palette import LIGHT, SERIES
 from k3jax.report.png import STYLE
 
@@ -124,7 +125,7 @@ def main(argv: list[str]) -> None:
         points = {name: points_of(study, found, name) for name in (study.control, other)}
         result = compare(points[study.control], points[other])
     except ConfigError as error:
-        raise SystemExit(f"experiments.ladder: {error}") from None
+        leave(f"experiments.ladder: {error}")
     with matplotlib.rc_context(STYLE):
         figure(study, points, result).savefig(place / "ladder.png", dpi=110)
     print(f"{study.control}: L = {result.control.A:.4g} C^-{result.control.a:.4f}")

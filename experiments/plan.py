@@ -9,6 +9,7 @@ from experiments.run import groups
 from experiments.study import Study, load
 from k3jax import layouts, runtime
 from k3jax.config import ConfigError
+from k3jax.exits import leave
 from k3jax.plan import chips, compiled
 from k3jax.plan.compiled import Plan
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
         for rung, variant in chosen:
             print(f"| {' | '.join(row(study, rung, variant, topology, args.layout))} |", flush=True)
     except ConfigError as error:
-        raise SystemExit(f"experiments.plan: {error}") from None
+        leave(f"experiments.plan: {error}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from experiments import estimate, folder
 from experiments.folder import Run
 from experiments.study import Study, load
 from k3jax.config import ConfigError, require
+from k3jax.exits import leave
 from k3jax.run_folder import read_json
 
 JOB_BYTES = 3 << 30  # a process with a compiled step of the sizes that are run here
@@ -146,7 +147,7 @@ def main(argv: list[str]) -> None:
             for rate in study.rates:
                 folder.check(Run(study, rung, variant, rate, 0), root)
     except ConfigError as error:
-        raise SystemExit(f"experiments.run: {error}") from None
+        leave(f"experiments.run: {error}")
     jobs = fitting(args.jobs, psutil.virtual_memory().available)
     if jobs < args.jobs:
         print(f"{jobs} of {args.jobs} jobs fit the free memory")

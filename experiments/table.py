@@ -17,6 +17,7 @@ from experiments import folder, measures, plots, stats
 from experiments.folder import Run
 from experiments.study import Study, load
 from k3jax.config import ConfigError, require
+from k3jax.exits import leave
 from k3jax.run_folder import write_text
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
@@ -184,7 +185,7 @@ def main(argv: list[str]) -> None:
         pictures = plots.write(study, at_best(study, found), place, root)
         fill(place / "README.md", "\n\n".join([text, *(f"![{p.stem}]({p.name})" for p in pictures)]))
     except ConfigError as error:
-        raise SystemExit(f"experiments.table: {error}") from None
+        leave(f"experiments.table: {error}")
     print(text)
     print(f"written: {place / 'results.csv'}, {place / 'README.md'}, {', '.join(str(p) for p in pictures)}")
 

@@ -1,6 +1,8 @@
 """What the exit code of a training process means, for whatever started it."""
 
 import enum
+import sys
+from typing import NoReturn
 
 
 class Exit(enum.IntEnum):
@@ -31,3 +33,9 @@ class Exit(enum.IntEnum):
 FINAL = (
     Exit.CONFIGURATION, Exit.NON_FINITE, Exit.SPIKE, Exit.DATA, Exit.STORAGE, Exit.CHECKPOINT, Exit.BUSY,
 )  # fmt: skip
+
+
+def leave(text: str, code: Exit = Exit.CONFIGURATION) -> NoReturn:
+    """Says what is wrong, and ends the process."""
+    print(text, file=sys.stderr, flush=True)
+    raise SystemExit(int(code))

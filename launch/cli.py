@@ -1,13 +1,11 @@
 """The start of a command: what is wrong with what it was given is said in a line, with the exit code of that."""
 
-import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 from absl import app, flags
 
 from k3jax.config import ConfigError
-from k3jax.exits import Exit
+from k3jax.exits import leave
 
 
 class UsageError(ConfigError):
@@ -38,12 +36,6 @@ def only_argument(argv: list[str], what: str) -> str:
     if len(argv) != 2:
         raise UsageError(f"one {what} is needed, got {' and '.join(map(repr, argv[1:])) or 'none'}")
     return argv[1]
-
-
-def leave(text: str, code: Exit = Exit.CONFIGURATION) -> NoReturn:
-    """Says what is wrong, and ends the process."""
-    print(text, file=sys.stderr, flush=True)
-    raise SystemExit(int(code))
 
 
 def _parse(argv: list[str]) -> list[str]:

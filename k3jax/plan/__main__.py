@@ -12,6 +12,7 @@ from absl import app, flags
 
 from k3jax import config_io, layouts, placement, presets, runtime
 from k3jax.config import ConfigError
+from k3jax.exits import leave
 from k3jax.plan import arithmetic, chips, compiled, report, search, search_report, workers
 from k3jax.plan.chips import Topology
 from k3jax.plan.remedies import remedied
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> None:
         print(f"{given.config}: {config.batch:,} rows of {config.seq_len:,} = {tokens:,} tokens a step", flush=True)
         (many if given.search else one)(given, config, topology, writable(given.out))
     except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        leave(f"error: {error}")
 
 
 if __name__ == "__main__":

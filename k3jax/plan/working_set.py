@@ -84,7 +84,9 @@ def _loss(config: TrainConfig, layout: Layout, parameters: list[Held], work: Wor
         "in the loss",
         [
             Term("head", tiled(D, W, item=work.item), "gathered in the compute dtype"),
-            Term("head's gradient", copies * tiled(D, W), f"float32, {copies} x: added up, and on its way over the axes"),
+            Term(
+                "head's gradient", copies * tiled(D, W), f"float32, {copies} x: added up, and on its way over the axes"
+            ),
             Term(
                 "logits", 3 * work.rows * tiled(chunk, W), "of a chunk: float32 logits, their exponentials, gradients"
             ),

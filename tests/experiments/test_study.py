@@ -1,6 +1,7 @@
 """Studies as data: diffs, names, and what is refused."""
 
 import importlib
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from experiments.study import FOLDER, Metric, Rung, changed, load, studies
 from k3jax import config as c
 from k3jax import presets
 from k3jax.config_optim import Cosine
+from k3jax.exits import Exit
 
 
 def test_changes_apply_at_once_and_leave_the_rest():
@@ -103,3 +105,11 @@ def test_best_of_a_metric():
     diverged = {"metrics": {"loss": None, "accuracy": None}}
     assert Metric("loss", "lower").of(diverged) == float("inf")
     assert Metric("accuracy", "higher").of(diverged) == -float("inf")
+
+
+def test_an_unknown_study_ends_with_the_code_of_a_bad_configuration():
+    """A launcher does not start it again."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "experiments.run", "s99"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == Exit.CONFIGURATION and "s99" in ended.stderr, ended.stderr
