@@ -10,6 +10,8 @@ import golden_collectives
 import pytest
 from golden_collectives import CASES, LIBTPU
 
+from k3jax import layouts
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 FILES = sorted(golden_collectives.GOLDENS.glob("*.txt"))
 # What a test run compiles by itself: the quickest. K3JAX_GOLDENS=1 asks for all of the files, which takes minutes.
@@ -50,3 +52,7 @@ def promised() -> dict[str, set[tuple[str, str]]]:
 def test_the_golden_is_what_the_documentation_promises(path):
     """Without a compiler: no collective that is not promised, and none missing."""
     assert golden_collectives.rows(path.read_text()) == promised()[path.stem.partition(".")[0]]
+
+
+def test_every_shipped_layout_has_a_golden():
+    assert {path.stem.partition(".")[0] for path in FILES} == set(layouts.LAYOUTS) == set(CASES)
