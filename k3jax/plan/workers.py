@@ -53,6 +53,7 @@ def compiled(
     """
     chosen, deadline = promising(found, count), time.monotonic() + budget
     workers = max(min(os.cpu_count() or 1, int(psutil.virtual_memory().available // BYTES), len(chosen)), 1)
+    progress.phase(f"compiling {len(chosen)} layouts, {workers} at a time")
     with tempfile.TemporaryDirectory() as spare, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         folder = pathlib.Path(spare) if out is None else out
         tasks = {
