@@ -64,9 +64,12 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> jax.stages.Comp
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         lines = str(error).splitlines()
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            advice = "; --layout ...,transport=AllGather does without" if "agged all-to-all" in lines[0] else ""
+            raise ConfigError(
+                f"the compiler cannot do this step on {topology.name}: {lines[0][:300]}{advice}"
+            ) from error
         reason = " ".join([line for line in lines if "hbm" in line.lower()] or lines[:1])[:300]
         raise ConfigError(
             f"the compiler finds no way to fit the step on {topology.name}: {reason}; --no-compile says what is "

@@ -1,11 +1,12 @@
 """The planner's command: which stage of a run it plans, where it writes, and how it says amounts."""
 
+import jax
 import pytest
 
 from k3jax import presets
 from k3jax.config import ConfigError, replace
 from k3jax.plan import __main__ as command
-from k3jax.plan import units
+from k3jax.plan import chips, compiled, units
 from k3jax.run_config import Stage
 
 
@@ -49,3 +50,26 @@ def test_a_new_folder_is_made(tmp_path):
 )
 def test_amounts_have_the_unit_that_suits(said, expected):
     assert said == expected
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        (
+            "INTERNAL: Ragged all-to-all is currently not supported in limited ICI routing settings\nmore",
+            r"cannot do this step on v5e:16x16: INTERNAL: Ragged .*settings; --layout \.\.\.,transport=AllGather",
+        ),
+        ("INTERNAL: something else", "the compiler cannot do this step on v5e:16x16: INTERNAL: something else$"),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 16G hbm.",
+            "the compiler finds no way to fit the step on v5e:16x16: .* Used 20G of 16G hbm.*--no-compile says",
+        ),
+    ],
+)
+def test_what_the_compiler_refuses_is_said_in_a_line(said, message):
+    class Refused:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(said)
+
+    with pytest.raises(ConfigError, match=message):
+        compiled._compile(Refused(), chips.topology("v5e:16x16"))
