@@ -95,7 +95,7 @@ def _by_number(study: Study, chosen: Chosen, pattern: str) -> Figure | None:
     for (rung, variant), seeds in rungs.items():
         names = _named(seeds, pattern)
         means = [np.mean([row[name] for row in seeds.values() if row.get(name) is not None]) for name in names.values()]
-        axes[rung].plot(list(names), means, "o-", markersize=3, label=variant, **_color(study, variant))
+        axes[rung].plot(list(names), means, marker="o", markersize=3, label=variant, **_color(study, variant))
     for ax in axes.values():
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(ticker.FormatStrFormatter("%d"))
