@@ -83,6 +83,12 @@ def _check(setting: str, base: Layout) -> None:
         raise ConfigError(f"{setting!r} is not of the form axis=size with a size of at least 1")
 
 
+def product(layout: Layout) -> str:
+    """``fsdp 2 x expert 4 = 8 devices``."""
+    sizes = [f"{name} {size}" for name, size in layout.sizes.items() if size > 1]
+    return f"{' x '.join(sizes)} = {layout.devices} devices" if sizes else "1 device"
+
+
 def text(layout: Layout) -> str:
     """What :func:`load` reads the layout from."""
     default, plain = Layout(), [f"{name}={size}" for name, size in layout.sizes.items() if size > 1]

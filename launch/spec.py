@@ -14,7 +14,6 @@ from experiments import run as study_runs
 from experiments import study as studies
 from k3jax import config_io, layouts, placement, presets, sharding
 from k3jax.config import ConfigError, require, require_positive
-from k3jax.config_layout import Layout
 from k3jax.run_config import TrainConfig
 from launch import storage, values
 from launch.machines import Machines, machines
@@ -185,7 +184,7 @@ class RunSpec:
         there.check_hosts(self.hosts, self.devices_per_host, self.slices)
         require(
             given == layout.devices,
-            f"{product}, but the mesh of layout = {self.layout!r} has {_product(layout)}",
+            f"{product}, but the mesh of layout = {self.layout!r} has {layouts.product(layout)}",
         )
         require(
             layout.data % self.slices == 0,
@@ -225,8 +224,3 @@ def save(spec: RunSpec | TrainConfig, path: str | Path) -> None:
         config_io.save_json(spec, path)
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
-
-
-def _product(layout: Layout) -> str:
-    sizes = [f"{name} {size}" for name, size in layout.sizes.items() if size > 1]
-    return f"{' x '.join(sizes)} = {layout.devices} devices" if sizes else "1 device"

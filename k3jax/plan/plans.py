@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from k3jax import placement
+from k3jax import layouts, placement
 from k3jax.config import ConfigError
 from k3jax.config_layout import Layout
 from k3jax.plan.chips import Topology
@@ -64,10 +64,8 @@ class Plan:
 def check_devices(layout: Layout, topology: Topology) -> None:
     """Raises ConfigError when the layout is not for as many devices."""
     if layout.devices != topology.devices:
-        sizes = [f"{name} {size}" for name, size in layout.sizes.items() if size > 1]
-        said = f"{' x '.join(sizes)} = {layout.devices} devices" if sizes else "one device"
         raise ConfigError(
-            f"the layout is for {said}, but {topology.name} has {topology.devices}"
+            f"the layout is for {layouts.product(layout)}, but {topology.name} has {topology.devices}"
             f"{placement.sizes_that_fit(tuple(layout.sizes.values()), topology.devices)}; --layout names another, "
             "--search finds one"
         )

@@ -50,7 +50,7 @@ def _needs(change: _Change, plan: Plan) -> float:
 
 def _changes(config: TrainConfig, layout: Layout) -> Iterator[Iterator[_Change]]:
     rows = config.batch // config.micro_batches
-    factors = [factor for factor in range(2, rows + 1) if rows % factor == 0]
+    factors = _factors(rows)
     parts = [config.micro_batches * factor for factor in factors]
     yield (_Change(f"--set micro_batches={n}", replace(config, micro_batches=n), layout) for n in parts)
     yield (
@@ -71,5 +71,9 @@ def _moves(layout: Layout) -> Iterator[Iterator[Layout]]:
     yield iter([replace(layout, optimizer=tuple(dict.fromkeys((*layout.optimizer, *alike))))])
     for old, new in (("data", "fsdp"), ("data", "context"), ("fsdp", "context")):
         size = layout.sizes[old]
-        factors = (factor for factor in range(2, size + 1) if size % factor == 0)
-        yield (replace(layout, **{old: size // n, new: layout.sizes[new] * n}) for n in factors)
+        yield (replace(layout, **{old: size // n, new: layout.sizes[new] * n}) for n in _factors(size))
+
+
+def _factors(number: int) -> list[int]:
+    """What divides it, from 2 on."""
+    return [factor for factor in range(2, number + 1) if number % factor == 0]

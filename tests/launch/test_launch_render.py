@@ -233,3 +233,9 @@ def test_specs_of_the_pages_are_rendered(page, tmp_path):
     for spec in re.findall(r"<<'?END'?\n(.*?)\nEND\n", text, re.DOTALL):
         (tmp_path / "spec.json").write_text(spec)
         assert ENGINES[engine](specs.load(tmp_path / "spec.json")).text
+
+
+def test_the_same_spec_is_rendered_again(tmp_path):
+    """Without a file that it comes from, too."""
+    loaded = load("nano-here")
+    assert make(loaded, "local", tmp_path) == make(loaded, "local", tmp_path)
