@@ -41,13 +41,15 @@ class MultiQueryRecall:
     """Multi-query associative recall (arXiv 2312.04927): pairs of a key and its value, then each key once more.
 
     Keys are ids 1 to vocab/2 - 1, values vocab/2 to vocab - 1. The gap to a query follows a power law, p(g) ~
-    g^(power - 1). Between queries stand random values, never keys, so that no key is bound a second time.
+    g^(power - 1). Between queries stand random values, never keys.
 
     Attributes:
       vocab: token ids in use.
       lengths: tokens of a document; each example has one of them, in turn.
-      pairs: key-value pairs, one number for each length; four tokens are needed for each pair.
+      pairs: keys, one number for each length; 2 (bindings + 1) tokens are needed for each.
       power: exponent of the gap; 0.01 is published.
+      bindings: how often a key is bound, each time to a new value, of which the last counts; the order is random. 1 is
+        published; more of them ask for a memory that replaces instead of adding up.
       examples, held_out: number of examples, and the share of them kept for evaluation.
     """
 
@@ -55,21 +57,24 @@ class MultiQueryRecall:
     lengths: tuple[int, ...] = (64, 128, 256, 512)
     pairs: tuple[int, ...] = (4, 8, 16, 64)
     power: float = 0.01
+    bindings: int = 1
     examples: int = 100_000
     held_out: float = 0.03
 
     def __post_init__(self):
         _check(self)
+        require_positive(self, "bindings")
         require(
             len(self.pairs) == len(self.lengths) and min(self.pairs) >= 1,
             f"MultiQueryRecall.pairs = {list(self.pairs)}, but it must have a number of at least 1 for each of the "
             f"lengths {list(self.lengths)}",
         )
+        each = 2 * (self.bindings + 1)
         for length, pairs in zip(self.lengths, self.pairs):
             require(
-                4 * pairs <= length,
-                f"MultiQueryRecall: {pairs} pairs do not fit {length} tokens, 4 * pairs <= length must hold: at most "
-                f"{length // 4} pairs, or at least {4 * pairs} tokens",
+                each * pairs <= length,
+                f"MultiQueryRecall: {pairs} pairs do not fit {length} tokens, {each} * pairs <= length must hold: at "
+                f"most {length // each} pairs, or at least {each * pairs} tokens",
             )
         require(
             self.vocab % 2 == 0 and max(self.pairs) < self.vocab // 2,

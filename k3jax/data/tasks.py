@@ -133,24 +133,25 @@ def _next_token(tokens: np.ndarray, asked: np.ndarray, source: np.ndarray):
 
 
 def _recall(task: MultiQueryRecall, cell: Cell, noise: _Noise):
-    """Pairs, then a random value at every position that is not a query; a query's target is its key's value."""
+    """Pairs, then a random value at every position that is not a query; a query's target is its key's last value."""
     length, pairs, half = cell["length"], cell["pairs"], task.vocab // 2
     keys = 1 + noise.distinct(pairs, half - 1)
-    values = half + noise.integers(length, half)
-    inputs = values.copy()
-    inputs[0 : 2 * pairs : 2] = keys
-    inputs[1 : 2 * pairs : 2] = values[:pairs]
-    chances = _gaps((length - 2 * pairs) // 2, task.power)
+    inputs = half + noise.integers(length, half)
+    bound = task.bindings * pairs
+    which = np.argsort(noise.uniform(bound)) % pairs
+    inputs[0 : 2 * bound : 2] = keys[which]
+    last = 2 * (bound - 1 - np.unique(which[::-1], return_index=True)[1]) + 1
+    chances = _gaps((length - 2 * bound) // 2, task.power)
     # The smallest of exponential times with these rates are a weighted draw without replacement, one after the other.
     times = -np.log1p(-noise.uniform(len(chances))) / chances
-    queries = 2 * pairs + 2 * np.argsort(times)[:pairs]
+    queries = 2 * bound + 2 * np.argsort(times)[:pairs]
     inputs[queries] = keys
     targets = np.append(inputs[1:], inputs[:1])
-    targets[queries] = values[:pairs]
+    targets[queries] = inputs[last]
     weights = np.zeros(length, np.float32)
     weights[queries] = 1.0
     sources = np.full(length, -1, np.int32)
-    sources[queries] = np.arange(1, 2 * pairs, 2)
+    sources[queries] = last
     return inputs, targets, weights, sources
 
 

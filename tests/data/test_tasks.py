@@ -19,6 +19,7 @@ from k3jax.data.tasks import TaskDocuments, cells
 TASKS = [
     ct.MultiQueryRecall(vocab=64, lengths=(17, 64, 513), pairs=(4, 16, 31)),
     ct.MultiQueryRecall(),
+    ct.MultiQueryRecall(vocab=32, lengths=(16, 60), pairs=(2, 5), bindings=3),
     ct.Palindrome(lengths=(2, 8, 250)),
     ct.Copy(vocab=3, lengths=(2, 8, 250)),
     ct.StackTracking(stacks=3, elements=5, lengths=(6, 50, 211)),
@@ -90,6 +91,18 @@ def test_recall_asks_for_every_key_once_and_soon():
     assert np.abs(ours - even).max() > 2, "negative control: even gaps are another distribution"
 
 
+def test_recall_asks_for_the_last_binding():
+    task, earlier = ct.MultiQueryRecall(vocab=64, lengths=(80,), pairs=(8,), bindings=3), 0
+    for number in range(20):
+        inputs, targets, weights, _ = TaskDocuments(task, "train")[number]
+        pairs = list(zip(inputs[:48:2], inputs[1:48:2]))
+        assert sorted(key for key, _ in pairs) == sorted(3 * list(dict(pairs))) and len(dict(pairs)) == 8
+        asked = np.flatnonzero(weights)
+        assert [dict(pairs)[key] for key in inputs[asked]] == list(targets[asked])
+        earlier += sum(dict(reversed(pairs))[key] != value for key, value in zip(inputs[asked], targets[asked]))
+    assert earlier > 100, "negative control: the first binding is another answer"
+
+
 def test_stacks_by_a_machine_with_stacks():
     task = ct.StackTracking(stacks=4, elements=9, lengths=(600,))
     for number in range(20):
@@ -146,6 +159,8 @@ def test_depths_and_lengths_are_met_equally_often():
     "make, words",
     [
         (lambda: ct.MultiQueryRecall(lengths=(64,), pairs=(17,)), r"17 pairs do not fit 64 tokens.*at least 68"),
+        (lambda: ct.MultiQueryRecall(lengths=(64,), pairs=(8,), bindings=4), r"10 \* pairs <= length.*at most 6 pairs"),
+        (lambda: ct.MultiQueryRecall(bindings=0), "bindings = 0"),
         (lambda: ct.MultiQueryRecall(lengths=(64, 128)), r"pairs = \[4, 8, 16, 64\].*lengths \[64, 128\]"),
         (lambda: ct.MultiQueryRecall(vocab=128), r"vocab = 128.*at least 130"),
         (lambda: ct.MultiQueryRecall(vocab=8193), "vocab = 8193.*even"),
