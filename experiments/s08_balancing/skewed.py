@@ -34,14 +34,17 @@ def course(balancer: c.Balancer, scores_NE: Array, updates: int) -> tuple[np.nda
     """Largest load over the mean one, and share of dead experts, before each of ``updates`` and after the last."""
     valid_N = jnp.ones(scores_NE.shape[0], bool)
 
-    def step(bias_E, _):
-        top_NA1, chosen_NA1 = jax.lax.top_k(scores_NE + bias_E, ACTIVE + 1)
-        seen = balancing.observe(balancer, scores_NE, bias_E, chosen_NA1[:, :ACTIVE], top_NA1, valid_N)
-        found = seen.load.max() / seen.load.mean(), (seen.load == 0).mean()
-        return balancing.update(balancer, bias_E, seen, ACTIVE), found
+    @jax.jit
+    def run(scores_NE):
+        def step(bias_E, _):
+            top_NA1, chosen_NA1 = jax.lax.top_k(scores_NE + bias_E, ACTIVE + 1)
+            seen = balancing.observe(balancer, scores_NE, bias_E, chosen_NA1[:, :ACTIVE], top_NA1, valid_N)
+            found = seen.load.max() / seen.load.mean(), (seen.load == 0).mean()
+            return balancing.update(balancer, bias_E, seen, ACTIVE), found
 
-    _, found = jax.jit(lambda: jax.lax.scan(step, jnp.zeros(scores_NE.shape[1]), length=updates + 1))()
-    return tuple(np.asarray(x) for x in found)
+        return jax.lax.scan(step, jnp.zeros(scores_NE.shape[1]), length=updates + 1)[1]
+
+    return tuple(np.asarray(x) for x in run(scores_NE))
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def main() -> None:
         loads, dead = course(balancer, scores(), 300)
         even = np.flatnonzero(loads <= EVEN)
         cells = [f"{loads[at]:.2f}" for at in (0, 1, 10, 100, 300)] + [f"{dead[at]:.0%}" for at in (0, 10)]
-        print(f"| {name} | {' | '.join(cells)} | {even[0] if len(even) else 'never'} |")
+        print(f"| {name} | {' | '.join(cells)} | {even[0] if len(even) else 'never'} |", flush=True)
 
 
 if __name__ == "__main__":
