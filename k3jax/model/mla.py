@@ -177,8 +177,8 @@ class MLALayer(nnx.Module):
         return sharding.scatter(y, "tensor", dim=1), max_logit, made
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: MLACache, start_B: Array) -> tuple[Array, MLACache]:
-        """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``. A layer that borrows
-        gets the cache of the other layer, which has them already.
+        """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``. A layer that
+        borrows gets the cache of the other layer, which has them already.
 
         One token is decoded in the absorbed form, which reads the latent as it is; several are a prefill, for which
         the expanded form costs a third of the arithmetic. Tokens past the cache's end are dropped.

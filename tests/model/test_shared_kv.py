@@ -26,9 +26,7 @@ FACTORS = np.random.default_rng(3).standard_normal((B, T, 24)).astype(np.float32
 def pairs(tiny):
     """Four MLA layers, of which the second reads the first and the fourth the third, with rotary positions."""
     mla = c.replace(tiny.mla, share=2, position=c.RoPE(100.0))
-    return c.replace(
-        tiny, layers=4, full_attention=(1, 2, 3, 4), dense_layers=4, mla=mla, residual=c.PlainResidual()
-    )
+    return c.replace(tiny, layers=4, full_attention=(1, 2, 3, 4), dense_layers=4, mla=mla, residual=c.PlainResidual())
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +176,7 @@ def test_groups_begin_with_the_first_mla_layer(tiny, layers, share, borrows):
 
 
 def test_sharing_takes_two(tiny):
-    with pytest.raises(c.ConfigError, match=r"MLA.share = 2, but .*full_attention = \(3,\) has no two layers"):
+    with pytest.raises(c.ConfigError, match=r"MLA\.share = 2, but .*full_attention = \(3,\) has no two layers"):
         c.replace(tiny, full_attention=(3,), mla=c.replace(tiny.mla, share=2))
-    with pytest.raises(c.ConfigError, match="MLA.share = 0, but it must be at least 1"):
+    with pytest.raises(c.ConfigError, match=r"MLA\.share = 0, but it must be at least 1"):
         c.replace(tiny.mla, share=0)
