@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from k3jax.config_checks import ConfigError as ConfigError
-from k3jax.config_checks import require, require_choice, require_positive
+from k3jax.config_checks import added, require, require_choice, require_positive
 from k3jax.config_memory import Activation as Activation
 from k3jax.config_memory import Remat as Remat
 from k3jax.config_memory import RematPolicy as RematPolicy
@@ -125,7 +125,8 @@ class MLA:
     """Gated multi-head latent attention. ``q_rank=None`` is a plain query projection (Kimi Linear).
 
     ``shared_dim`` is the key slice that all heads share (the released ``qk_rope_head_dim``); it stays part of the
-    dot product when there is no position encoding.
+    dot product when there is no position encoding. ``share`` is how many MLA layers in a row read the compressed keys
+    and values of the first of them (an ablation; Cross-Layer Attention, arXiv 2405.12981).
     """
 
     heads: int
@@ -136,9 +137,10 @@ class MLA:
     v_dim: int
     position: NoPE | RoPE = NoPE()
     output_gate: FullRankGate | NoGate = FullRankGate()
+    share: int = added(1)
 
     def __post_init__(self):
-        require_positive(self, "heads", "kv_rank", "nope_dim", "shared_dim", "v_dim")
+        require_positive(self, "heads", "kv_rank", "nope_dim", "shared_dim", "v_dim", "share")
         require(self.q_rank is None or self.q_rank >= 1, f"MLA.q_rank = {self.q_rank}: use None for a plain projection")
         even = isinstance(self.position, NoPE) or self.shared_dim % 2 == 0
         require(even, f"MLA.shared_dim = {self.shared_dim}, but RoPE rotates pairs: it must be even")
@@ -316,10 +318,12 @@ Residual = PlainResidual | BlockAttnRes | FullAttnRes
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes one decoder layer's code from another's."""
+    """What distinguishes one decoder layer's code from another's. ``borrows``: an MLA layer that reads the compressed
+    keys and values of an earlier one."""
 
     mixer: Literal["kda", "mla"]
     ffn: Literal["dense", "moe"]
+    borrows: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,6 +363,11 @@ class ModelConfig:
         ordered = list(self.full_attention) == sorted(set(self.full_attention))
         require(ordered, f"ModelConfig.full_attention must increase without repeats, got {self.full_attention}")
         require(
+            self.mla.share == 1 or len(self.full_attention) > 1,
+            f"MLA.share = {self.mla.share}, but ModelConfig.full_attention = {self.full_attention} has no two layers "
+            "that could share; use 1",
+        )
+        require(
             0 <= self.dense_layers <= self.layers,
             f"ModelConfig.dense_layers = {self.dense_layers}, but the model has {self.layers} layers",
         )
@@ -372,11 +381,13 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, first layer first."""
-        full = set(self.full_attention)
-        return tuple(
-            LayerKind("mla" if i + 1 in full else "kda", "dense" if i < self.dense_layers else "moe")
-            for i in range(self.layers)
-        )
+        borrows = {n: place % self.mla.share > 0 for place, n in enumerate(self.full_attention)}
+
+        def kind(n: int) -> LayerKind:
+            ffn = "dense" if n <= self.dense_layers else "moe"
+            return LayerKind("mla" if n in borrows else "kda", ffn, borrows.get(n, False))
+
+        return tuple(kind(n) for n in range(1, self.layers + 1))
 
 
 def every_fourth(layers: int, *, last: bool = True) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """What every configuration class checks itself with, and what it raises."""
 
+import dataclasses
 from typing import Any, get_args
 
 
@@ -11,6 +12,15 @@ def require(condition: bool, message: str) -> None:
     """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+ADDED = "added"
+
+
+def added(default: Any) -> Any:
+    """A field that came after runs were saved. In a file without it, it has its default, which must therefore stay what
+    the program did before."""
+    return dataclasses.field(default=default, metadata={ADDED: True})
 
 
 def require_positive(config: object, *names: str) -> None:

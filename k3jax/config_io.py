@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from k3jax.config import ConfigError
+from k3jax.config_checks import ADDED
 
 TAG = "type"
 
@@ -38,8 +39,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict[C](cls: type[C], data: Mapping[str, Any], *, complete: bool = True) -> C:
-    """The inverse of :func:`to_dict`. Every field must be there, so that a saved run does not change with a default;
-    with ``complete=False`` a field that has a default may be missing.
+    """The inverse of :func:`to_dict`. Every field must be there, so that a saved run does not change with a default,
+    but those that came later (:func:`k3jax.config_checks.added`); with ``complete=False`` a field that has a default
+    may be missing.
 
     Raises:
       ConfigError: a field is unknown, missing, of the wrong type, or refused by its class; the message has its dotted
@@ -181,8 +183,8 @@ def _construct(cls: type, given: Mapping[str, Any], path: str, *, complete: bool
     hints = _hints(cls)
     for name in given:
         _check_field(cls, name, path)
-    defaults = {f.name for f in dataclasses.fields(cls) if not _is_required(f)}
-    missing = [name for name in hints if name not in given and (complete or name not in defaults)]
+    optional = {f.name for f in dataclasses.fields(cls) if (ADDED in f.metadata if complete else not _is_required(f))}
+    missing = [name for name in hints if name not in given and name not in optional]
     if missing:
         raise ConfigError(f"{path or 'configuration'}: {cls.__name__} lacks {', '.join(missing)}")
     values = {name: _build(hints[name], v, _join(path, name), complete=complete) for name, v in given.items()}

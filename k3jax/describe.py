@@ -76,12 +76,15 @@ def _layers(model: ModelConfig) -> list[str]:
     mixers, ffns = Counter(kind.mixer for kind in model.kinds), Counter(kind.ffn for kind in model.kinds)
     moe = model.moe
     bodies = sum(len(segment.runs) for segment in layout.plan(model.kinds))
+    borrowers = sum(kind.borrows for kind in model.kinds)
+    shared = f"  keys       {borrowers} MLA layers read the compressed keys and values of an earlier one"
     return [
         f"{model.layers} layers of width {model.dim:,}: {mixers['kda']} KDA + {mixers['mla']} MLA, "
         f"{ffns['dense']} dense + {ffns['moe']} MoE; vocabulary {model.vocab:,}",
         f"  layers     {layer_map(model)}",
         "             K KDA, M MLA, small letter: dense feed-forward part, |: a depth block starts",
         f"  scan plan  {scan_plan(model)}  ({bodies} layer bodies to compile)",
+        *([shared] if borrowers else []),
         f"  residual   {model.residual}",
         f"  experts    {moe.active} of {moe.experts} active, {moe.shared} shared, {moe.balancer}",
         f"  compute    {model.dtype}, rematerialization: {model.remat}",

@@ -97,6 +97,8 @@ def activations(config: TrainConfig, layout: Layout) -> list[Placed]:
     slots = attnres.source_slots(model.residual, model.layers)
     if slots:
         found.append(one("depth sources", (slots, B, T, D), model.dtype, sharding.SOURCES, between))
+    if model.mla.share > 1:
+        found.append(one("keys and values, lent", (B, T, model.mla.cache_dim), model.dtype, sharding.TOKENS, between))
     found += [one(*row, heads) for row in _mixers(model, B, T)]
     if any(kind.ffn == "moe" for kind in model.kinds):
         L = model.moe.latent.dim if model.moe.latent else D

@@ -212,6 +212,16 @@ def test_an_integer_becomes_a_float_where_a_float_belongs():
     assert rate == 3 and type(rate) is float
 
 
+def test_a_field_that_came_later_may_be_missing_in_a_saved_run():
+    """And no other, whether it has a default or not."""
+    data = to_dict(TINY)
+    assert data["model"]["mla"].pop("share") == 1
+    assert from_dict(TrainConfig, data) == TINY
+    del data["model"]["loops"]
+    with pytest.raises(c.ConfigError, match="model: ModelConfig lacks loops"):
+        from_dict(TrainConfig, data)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,4 +1,5 @@
-"""The same layers gone through several times, against as many layers of their own."""
+"""The same layers gone through several times, and attention layers that share keys and values, against layers with
+weights and keys of their own."""
 
 from experiments.base import text_run
 from experiments.study import Diff, Metric, Rung, Study, changed
@@ -34,13 +35,15 @@ def _published() -> Rung:
 
 STUDY = Study(
     name="s11_looping",
-    question="How much of a deeper model does going through the same layers twice recover?",
+    question="How much of a deeper model does going through the same layers twice recover, and what do MLA layers lose "
+    "that read the compressed keys and values of another?",
     rungs={"d64": Rung(text_run(layers=8, steps=240)), "attnres_436m": _published()},
-    variants={"deep": {}, "looped_2": _looped(2), "shallow": _shallow},
+    variants={"deep": {}, "looped_2": _looped(2), "shallow": _shallow, "shared_kv_2": {"model.mla.share": 2}},
     control="deep",
     rates=(5e-3, 1e-2, 2e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="Looping recovers depth if looped_2 is better than shallow by more than their intervals; how much is the "
-    "share of the difference between shallow and deep.",
+    "share of the difference between shallow and deep. Sharing is free if shared_kv_2 is no worse than deep by more "
+    "than its interval.",
     shown=("parameters", "flops_per_token", "cache_bytes"),
 )

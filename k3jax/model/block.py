@@ -16,7 +16,7 @@ from k3jax.model.kda import KDALayer
 from k3jax.model.mla import MLALayer
 from k3jax.model.moe import MoELayer
 
-type Cache = kda.KDACache | mla.MLACache
+type Cache = kda.KDACache | mla.MLACache | None
 
 
 class LayerReport(NamedTuple):
@@ -55,7 +55,7 @@ class Layer(nnx.Module):
     def __init__(self, model: c.ModelConfig, kind: c.LayerKind):
         self.mixer_norm = nn.norm_weight("mixer_norm", model.dim, "width")
         self.ffn_norm = nn.norm_weight("ffn_norm", model.dim, "width")
-        self.mixer = (KDALayer if kind.mixer == "kda" else MLALayer)(model)
+        self.mixer = KDALayer(model) if kind.mixer == "kda" else MLALayer(model, borrows=kind.borrows)
         if kind.ffn == "moe":
             self.ffn = MoELayer(model)
         else:
@@ -64,14 +64,24 @@ class Layer(nnx.Module):
             self.mixer_mix = attnres.DepthMix(model)
             self.ffn_mix = attnres.DepthMix(model)
 
-    def __call__(self, model, stream, closes, inputs: Inputs, *, observe=False, capture=False, on=ALONE):
-        """The stream after this layer, and its :class:`LayerReport`. ``closes``: this layer starts a depth block.
-        ``on``: what travels between devices."""
+    @property
+    def borrows(self) -> bool:
+        """Whether it reads the compressed keys and values of an earlier layer."""
+        return isinstance(self.mixer, MLALayer) and self.mixer.borrows
+
+    def lends(self, model: c.ModelConfig) -> bool:
+        """Whether later layers may read its compressed keys and values."""
+        return isinstance(self.mixer, MLALayer) and self.mixer.lends(model)
+
+    def __call__(self, model, stream, closes, inputs: Inputs, lent=None, *, observe=False, capture=False, on=ALONE):
+        """The stream after this layer, the keys and values that it lends to later ones, or None, and its
+        :class:`LayerReport`. ``closes``: this layer starts a depth block. ``lent``: for a layer that borrows. ``on``:
+        what travels between devices."""
         observe_depth = observe and not isinstance(model.residual, c.PlainResidual)
         depth = [self.mixer_mix.weights(model, stream, inputs.valid)] if observe_depth else []
-        x, max_logit, gauges = self._read(model, stream, "mixer"), None, None
+        x, made, max_logit, gauges = self._read(model, stream, "mixer"), None, None, None
         if isinstance(self.mixer, MLALayer):
-            y, max_logit = self.mixer(model, x, inputs.segment_ids, order=on.mla)
+            y, max_logit, made = self.mixer(model, x, inputs.segment_ids, lent, order=on.mla)
         elif observe:
             y, gauges = self.mixer.observed(model, x, inputs.segment_ids)
         else:
@@ -80,10 +90,11 @@ class Layer(nnx.Module):
         depth += [self.ffn_mix.weights(model, stream, inputs.valid)] if observe_depth else []
         stream, seen = self._feed_forward(model, stream, inputs.valid, observe, on)
         hidden = stream.running if capture else None
-        return stream, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth, axis=-2) if depth else None)
+        return stream, made, LayerReport(seen, max_logit, hidden, gauges, jnp.stack(depth, axis=-2) if depth else None)
 
     def extend(self, model, stream, closes, cache: Cache, new: Continuation):
-        """The stream and the cache after T more tokens of each row."""
+        """The stream and the cache after T more tokens of each row; the cache of a layer that borrows is the other
+        layer's."""
         stream = _open(model, stream, closes)
         x = self._read(model, stream, "mixer")
         where = new.start if isinstance(self.mixer, MLALayer) else new.lengths
@@ -121,26 +132,28 @@ def _add_mixer(model, stream, y, closes):
 
 
 def layer_step(model: c.ModelConfig, inputs: Inputs, *, observe: bool, capture: bool, on: Layout = ALONE):
-    """One layer as the body of a scan: ``(stream, final), (layer, closes) -> (stream, final), report``.
+    """One layer as the body of a scan: ``(stream, lent, final), (layer, closes) -> (stream, lent, final), report``.
 
     The layer reads the buffer of depth sources and keeps what ``model.remat`` says (``final``: see
-    :func:`k3jax.model.memory.remembered`); the buffer is written before and after it.
+    :func:`k3jax.model.memory.remembered`); the buffer is written before and after it. ``lent``: keys and values for
+    layers that borrow, None where none does; the other layers never see them, and so keep none.
     """
 
     def layer_fn(running, sources, rest):
-        layer, count, closes, inputs = rest
+        layer, count, closes, inputs, lent = rest
         stream = attnres.Stream(running, sources, count)
-        stream, report = layer(model, stream, closes, inputs, observe=observe, capture=capture, on=on)
-        return stream._replace(sources=None), report
+        stream, made, report = layer(model, stream, closes, inputs, lent, observe=observe, capture=capture, on=on)
+        return stream._replace(sources=None), made, report
 
     remembered = memory.remembered(model.remat, layer_fn)
 
     def step(carry, x):
-        (stream, final), (layer, closes) = carry, x
+        (stream, lent, final), (layer, closes) = carry, x
         stream = _open(model, stream, closes)
-        rest = layer, stream.count, closes, inputs
-        (after, report), final = remembered(stream.running, stream.sources, rest, final)
-        return (attnres.settle(after._replace(sources=stream.sources)), final), report
+        rest = layer, stream.count, closes, inputs, lent if layer.borrows else None
+        (after, made, report), final = remembered(stream.running, stream.sources, rest, final)
+        stream = attnres.settle(after._replace(sources=stream.sources))
+        return (stream, made if layer.lends(model) else lent, final), report
 
     return step
 

@@ -26,7 +26,7 @@ _MASKED = -1e30
 
 
 class MLACache(NamedTuple):
-    """What an MLA layer remembers of a sequence: the compressed keys and values only.
+    """What an MLA layer remembers of a sequence, and what layers share: the compressed keys and values only.
 
     latent: [B, S, R] normalized latents in the compute dtype. shared_key: [B, S, shared_dim].
     """
@@ -109,9 +109,9 @@ def rotate(x: Array, position: Array, theta: float) -> Array:
 
 
 class MLALayer(nnx.Module):
-    """Weights of one gated MLA layer."""
+    """Weights of one gated MLA layer. One that ``borrows`` has none that make compressed keys and values."""
 
-    def __init__(self, model: c.ModelConfig):
+    def __init__(self, model: c.ModelConfig, *, borrows: bool = False):
         spec, normal = model.mla, nn.Normal(model.init_std)
         D, H, R = model.dim, spec.heads, spec.kv_rank
         if spec.q_rank is None:
@@ -122,10 +122,11 @@ class MLALayer(nnx.Module):
             self.q_up = nn.param(
                 "q_up", (spec.q_rank, H, spec.qk_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal
             )
-        self.kv_down = nn.param(
-            "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
-        )
-        self.kv_norm = nn.norm_weight("kv_norm", R, "width")
+        if not borrows:
+            self.kv_down = nn.param(
+                "kv_down", (D, R + spec.shared_dim), role=Role.MATRIX, axes=("embed", "rank"), init=normal
+            )
+            self.kv_norm = nn.norm_weight("kv_norm", R, "width")
         self.k_up = nn.param("k_up", (R, H, spec.nope_dim), role=Role.HEADS, axes=("rank", "heads", "key"), init=normal)
         self.v_up = nn.param("v_up", (R, H, spec.v_dim), role=Role.HEADS, axes=("rank", "heads", "value"), init=normal)
         value = ("embed", "heads", "value")
@@ -133,21 +134,38 @@ class MLALayer(nnx.Module):
             self.gate = nn.param("gate", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
         self.out = nn.param("out", (D, H, spec.v_dim), role=Role.MATRIX, axes=value, init=normal)
 
-    def __call__(
-        self, model: c.ModelConfig, x_BTD: Array, segment_ids: Array | None, *, order: QueryOrder = ALONE.mla
-    ) -> tuple[Array, Array]:
-        """[B, T, D] to [B, T, D], and the largest attention logit of each head, [H]. ``order``: which device attends
-        from which tokens, where rows are cut."""
-        local = partial(MLALayer._local, model=model, order=order)
-        out = sharding.TOKENS, sharding.HEADS
-        return nn.on_shards(local, self, x_BTD, segment_ids, dtype=x_BTD.dtype, out=out)
+    @property
+    def borrows(self) -> bool:
+        """Whether it reads the compressed keys and values of an earlier layer."""
+        return not hasattr(self, "kv_down")
 
-    def _local(self, x_BTD, segment_ids, *, model, order):
-        """On a mesh a device has its heads of the tokens of its context shard, and attends to keys of whole rows."""
-        x_BTD = sharding.gather(x_BTD, "tensor", dim=1)
+    def lends(self, model: c.ModelConfig) -> bool:
+        """Whether later layers may read its compressed keys and values."""
+        return model.mla.share > 1 and not self.borrows
+
+    def __call__(
+        self,
+        model: c.ModelConfig,
+        x_BTD: Array,
+        segment_ids: Array | None,
+        lent: MLACache | None = None,
+        *,
+        order: QueryOrder = ALONE.mla,
+    ) -> tuple[Array, Array, MLACache | None]:
+        """[B, T, D] to [B, T, D], the largest attention logit of each head, [H], and what the layer lends to later ones
+        if it does. ``lent``: what a layer that borrows was lent. ``order``: which device attends from which tokens,
+        where rows are cut."""
+        local = partial(MLALayer._local, model=model, order=order)
+        out = sharding.TOKENS, sharding.HEADS, sharding.TOKENS
+        return nn.on_shards(local, self, x_BTD, segment_ids, lent, dtype=x_BTD.dtype, out=out)
+
+    def _local(self, x_BTD, segment_ids, lent, *, model, order):
+        """On a mesh a device has its heads of the tokens of its context shard, and attends to keys of whole rows. What
+        is lent lies like the stream in between."""
+        x_BTD, lent = jax.tree.map(partial(sharding.gather, axes="tensor", dim=1), (x_BTD, lent))
         T = x_BTD.shape[1]
         position = sharding.index("context") * T + jnp.arange(T)[None]
-        q, latent, shared = self._project(model, x_BTD, position)
+        q, (latent, shared) = self._project(model, x_BTD, position, lent)
         if sharding.size("context") > 1:
             attend = partial(self._compressed, model)
             o, max_logit = mla_context(attend, q, latent, shared, segment_ids, axis="context", order=order)
@@ -155,43 +173,58 @@ class MLALayer(nnx.Module):
             o, max_logit = self._expanded(model, q, latent, shared, position, position, segment_ids, segment_ids)
         y = self._output(model, mark(o, "attended"), x_BTD)
         max_logit = sharding.largest(max_logit, (*sharding.BATCH_AXES, "context"))
-        return sharding.scatter(y, "tensor", dim=1), max_logit
+        made = sharding.part(MLACache(latent, shared), "tensor", dim=1) if self.lends(model) else None
+        return sharding.scatter(y, "tensor", dim=1), max_logit, made
 
     def extend(self, model: c.ModelConfig, x_BTD: Array, cache: MLACache, start_B: Array) -> tuple[Array, MLACache]:
-        """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``.
+        """The same for T tokens of each row at positions ``start_B + t``, which continue ``cache``. A layer that
+        borrows gets the cache of the other layer, which has them already.
 
         One token is decoded in the absorbed form, which reads the latent as it is; several are a prefill, for which
         the expanded form costs a third of the arithmetic. Tokens past the cache's end are dropped.
         """
         position = start_B[:, None] + jnp.arange(x_BTD.shape[1])
-        q, latent, shared = self._project(model, x_BTD, position)
-        rows = jnp.arange(x_BTD.shape[0])[:, None]
-        cache = MLACache(
-            cache.latent.at[rows, position].set(latent.astype(cache.latent.dtype), mode="drop"),
-            cache.shared_key.at[rows, position].set(shared.astype(cache.shared_key.dtype), mode="drop"),
-        )
+        q, new = self._project(model, x_BTD, position, cache if self.borrows else None)
+        if not self.borrows:
+            rows = jnp.arange(x_BTD.shape[0])[:, None]
+            cache = MLACache(
+                cache.latent.at[rows, position].set(new.latent.astype(cache.latent.dtype), mode="drop"),
+                cache.shared_key.at[rows, position].set(new.shared_key.astype(cache.shared_key.dtype), mode="drop"),
+            )
         slots = jnp.arange(cache.latent.shape[1])[None]
         attend = self._absorbed if x_BTD.shape[1] == 1 else self._expanded
         o, _ = attend(model, q, cache.latent, cache.shared_key, position, slots)
         return self._output(model, o, x_BTD), cache
 
-    def _project(self, model, x_BTD, position):
-        """Queries [B, T, H, qk], normalized latent [B, T, R] and shared key [B, T, shared_dim]."""
-        spec = model.mla
+    def _project(self, model, x_BTD, position, lent):
+        """Queries [B, T, H, qk], and compressed keys and values, which are those that were lent, if any."""
         with jax.named_scope("mla_projections"):
-            if spec.q_rank is None:
-                q = nn.einsum("btd,dhk->bthk", x_BTD, self.q[...])
-            else:
-                narrow = nn.einsum("btd,dr->btr", x_BTD, self.q_down[...])
-                narrow = nn.rms_norm(narrow, self.q_norm[...], COMPRESSION_EPS)
-                q = nn.einsum("btr,rhk->bthk", narrow, self.q_up[...])
-            latent, shared = jnp.split(nn.einsum("btd,dr->btr", x_BTD, self.kv_down[...]), [spec.kv_rank], axis=-1)
-            latent = nn.rms_norm(latent, self.kv_norm[...], COMPRESSION_EPS)
-            if isinstance(spec.position, c.RoPE):
-                turned = rotate(q[..., spec.nope_dim :], position, spec.position.theta)
-                q = jnp.concatenate([q[..., : spec.nope_dim], turned], axis=-1)
-                shared = rotate(shared, position, spec.position.theta)
-        return mark((q, latent, shared), "projected")
+            q = self._queries(model, x_BTD, position)
+            if lent is not None:
+                return mark(q, "projected"), lent
+            return mark((q, self._compress(model, x_BTD, position)), "projected")
+
+    def _queries(self, model, x_BTD, position):
+        spec = model.mla
+        if spec.q_rank is None:
+            q = nn.einsum("btd,dhk->bthk", x_BTD, self.q[...])
+        else:
+            narrow = nn.einsum("btd,dr->btr", x_BTD, self.q_down[...])
+            narrow = nn.rms_norm(narrow, self.q_norm[...], COMPRESSION_EPS)
+            q = nn.einsum("btr,rhk->bthk", narrow, self.q_up[...])
+        if isinstance(spec.position, c.RoPE):
+            turned = rotate(q[..., spec.nope_dim :], position, spec.position.theta)
+            q = jnp.concatenate([q[..., : spec.nope_dim], turned], axis=-1)
+        return q
+
+    def _compress(self, model, x_BTD, position):
+        """Normalized latent [B, T, R] and shared key [B, T, shared_dim]."""
+        spec = model.mla
+        latent, shared = jnp.split(nn.einsum("btd,dr->btr", x_BTD, self.kv_down[...]), [spec.kv_rank], axis=-1)
+        latent = nn.rms_norm(latent, self.kv_norm[...], COMPRESSION_EPS)
+        if isinstance(spec.position, c.RoPE):
+            shared = rotate(shared, position, spec.position.theta)
+        return MLACache(latent, shared)
 
     def _expanded(self, model, q, latent, shared, query_position, key_position, query_segment=None, key_segment=None):
         with jax.named_scope("mla_expanded"):

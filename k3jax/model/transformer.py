@@ -25,8 +25,8 @@ from k3jax.shapes import PADDING_SEGMENT
 
 
 class DecodeState(NamedTuple):
-    """Cached sequences: per segment and run a stacked cache, one for each time that the layers are gone through, and
-    how many tokens each row has, [B] int32."""
+    """Cached sequences: per segment and run a stacked cache, one for each time that the layers are gone through (None
+    where layers borrow that of an earlier one), and how many tokens each row has, [B] int32."""
 
     caches: list[list[Cache]]
     length: Array
@@ -91,7 +91,9 @@ class Transformer(nnx.Module):
                 reports.append(outs)
             return carry, reports
 
-        (stream, final), reports = _looped(model, stack, (stream, jnp.zeros_like(stream.sources)), None)
+        lent = _nothing_lent(model, *tokens_BT.shape)
+        carry = stream, lent, jnp.zeros_like(stream.sources)
+        (stream, _, final), reports = _looped(model, stack, carry, None)
         stream = stream._replace(sources=memory.end(stream.sources, final))
         return self._final(model, stream), reports
 
@@ -108,19 +110,22 @@ class Transformer(nnx.Module):
         lengths = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32) if lengths_B is None else lengths_B
         new = Continuation(state.length, lengths)
 
-        def layer_fn(stream, x):
-            layer, closes, cache = x
-            return layer.extend(model, stream, closes, cache, new)
+        def layer_fn(carry, x):
+            (stream, lent), (layer, closes, cache) = carry, x
+            stream, after = layer.extend(model, stream, closes, lent if layer.borrows else cache, new)
+            return (stream, after if layer.lends(model) else lent), None if layer.borrows else after
 
-        def stack(stream, caches):
+        def stack(carry, caches):
             new = []
             for segment, layers, closes, cache in zip(segments, self.segments, _closing_flags(model, segments), caches):
-                stream, after = run_segment(segment, layer_fn, stream, list(zip(layers, closes, cache)))
+                carry, after = run_segment(segment, layer_fn, carry, list(zip(layers, closes, cache)))
                 new.append(after)
-            return stream, new
+            return carry, new
 
         stream = attnres.start(model.residual, model.layers, self._embed(model, tokens_BT))
-        stream, caches = _looped(model, stack, stream, state.caches)
+        rooms = [cache.latent.shape[-2] for part in state.caches for cache in part if isinstance(cache, mla.MLACache)]
+        lent = _nothing_lent(model, len(tokens_BT), max(rooms, default=0))
+        (stream, _), caches = _looped(model, stack, (stream, lent), state.caches)
         return self._final(model, stream), DecodeState(caches, state.length + lengths)
 
     def logits(self, hidden: Array) -> Array:
@@ -146,6 +151,11 @@ def _looped(model: c.ModelConfig, stack, carry, xs):
     return jax.lax.scan(stack, carry, xs, length=model.loops)
 
 
+def _nothing_lent(model: c.ModelConfig, batch: int, length: int) -> mla.MLACache | None:
+    """What passes from layer to layer before the first MLA layer: zeros, or None where no layer borrows."""
+    return sharding.lie(mla.init_cache(model, batch, length), sharding.TOKENS) if model.mla.share > 1 else None
+
+
 def _closing_flags(model: c.ModelConfig, segments: tuple[layout.Segment, ...]) -> list[list[Array]]:
     """For every segment and run, [repeats, run length] bool: which layers start a depth block."""
     flags = [[[[False] * run.count for _ in range(s.repeats)] for run in s.runs] for s in segments]
@@ -158,6 +168,8 @@ def init_decode_state(model: c.ModelConfig, batch: int, length: int) -> DecodeSt
     """Empty caches for ``batch`` rows of at most ``length`` tokens. KDA layers need no room for length."""
 
     def stacked(segment: layout.Segment, run: layout.Run) -> Cache:
+        if run.kind.borrows:
+            return None
         one = kda.init_cache(model, batch) if run.kind.mixer == "kda" else mla.init_cache(model, batch, length)
         axes = (segment.repeats, run.count) if model.loops == 1 else (model.loops, segment.repeats, run.count)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes, *x.shape)), one)

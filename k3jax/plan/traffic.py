@@ -104,6 +104,10 @@ def _tensor(config: TrainConfig, layout: Layout, work: Work) -> Iterator[Collect
     scatters = (mixers + ffns) * 2 + mixers * again(model.remat, "mixer_out")
     yield _one(layout, "all-gather", ("tensor",), payload, gathers, "time before a sub-layer")
     yield _one(layout, "reduce-scatter", ("tensor",), payload, scatters, "output of a sub-layer")
+    borrowed = work.time_tokens * model.mla.cache_dim * work.item
+    borrowers = sum(kind.borrows for kind in model.kinds)
+    yield _one(layout, "all-gather", ("tensor",), borrowed, borrowers * (1 + again(model.remat)), "borrowed keys")
+    yield _one(layout, "reduce-scatter", ("tensor",), borrowed, borrowers, "gradients of borrowed keys")
 
 
 def _experts(config: TrainConfig, layout: Layout, work: Work) -> Iterator[Collective]:

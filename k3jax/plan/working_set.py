@@ -107,7 +107,7 @@ def _backward(config: TrainConfig, layout: Layout, parameters: list[Held], work:
     after = _mla_blocks(config, layout, work) if kind.mixer == "mla" else 0
     ffn = _feed_forward(config, layout, here, work, kind)
     terms = [
-        *_through_the_pass(config, layout, parameters, stream),
+        *_through_the_pass(config, parameters, work, stream),
         Term("weights", dense, "of a layer, gathered"),
         Term("streams", STREAMS * stream, f"{STREAMS} arrays of tokens between sub-layers"),
         Term(
@@ -141,7 +141,7 @@ def _of_a_layer(model: c.ModelConfig, parameters: list[Held], kind: c.LayerKind)
     raise ValueError(f"no layer is {kind}")
 
 
-def _through_the_pass(config: TrainConfig, layout: Layout, parameters: list[Held], stream: int) -> list[Term]:
+def _through_the_pass(config: TrainConfig, parameters: list[Held], work: Work, stream: int) -> list[Term]:
     """What is alive as long as the backward pass is."""
     model = config.model
     slots = attnres.source_slots(model.residual, model.layers)
@@ -155,7 +155,9 @@ def _through_the_pass(config: TrainConfig, layout: Layout, parameters: list[Held
                 alone += size * segment.repeats
             elif segment.repeats > 1:
                 runs.append(size * run.count)
+    lent = 2 * work.tokens * model.mla.cache_dim * work.item * (model.mla.share > 1)
     return [
+        Term("lent keys", lent, "compressed keys and values that layers share, and their gradients"),
         Term("depth sources", slots * stream, "their gradients"),
         Term("counts", layers * tiled(model.moe.experts, bins) if bins else 0, "of the balancer, of all layers"),
         Term("single layers", alone, "float32 weights of runs of one layer, which leave their stack for the loop"),

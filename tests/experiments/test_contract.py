@@ -11,13 +11,15 @@ from k3jax.run_config import TrainConfig
 
 
 def small(config: TrainConfig) -> TrainConfig:
-    """The same parts in a step of few tokens, with one layer of each mixer, on data that needs no reading."""
+    """The same parts in a step of few tokens, with one layer of each mixer (of MLA, as many as share their keys), on
+    data that needs no reading."""
     kinds = config.model.kinds
     mixers = {kind.mixer for kind in kinds}
+    kda, mla = int("kda" in mixers), config.model.mla.share if "mla" in mixers else 0
     layers = {
-        "model.layers": len(mixers),
-        "model.full_attention": (len(mixers),) if "mla" in mixers else (),
-        "model.dense_layers": 0 if any(kind.ffn == "moe" for kind in kinds) else len(mixers),
+        "model.layers": kda + mla,
+        "model.full_attention": tuple(range(kda + 1, kda + mla + 1)),
+        "model.dense_layers": 0 if any(kind.ffn == "moe" for kind in kinds) else kda + mla,
         "model.vocab": max(config.model.vocab, 258),
     }
     sizes = {"batch": 2, "seq_len": 32, "loss_chunk": 32, "data": presets.tiny().data}

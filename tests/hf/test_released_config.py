@@ -58,6 +58,7 @@ def test_written_configurations_are_read_back(request, kind, nested):
         (lambda m: c.replace(m, mla=c.replace(m.mla, position=c.RoPE())), "mla.position = RoPE"),
         (lambda m: c.replace(m, kda=c.replace(m.kda, output_gate=c.NoGate())), "kda.output_gate = NoGate"),
         (lambda m: c.replace(m, kda=c.replace(m.kda, forget_rank=7)), "kda.forget_rank = 7"),
+        (lambda m: c.replace(m, mla=c.replace(m.mla, share=2)), "mla.share = 2 would become 1"),
     ],
 )
 def test_models_that_the_format_cannot_express_are_refused(small_k3, change, message):

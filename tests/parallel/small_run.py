@@ -22,7 +22,15 @@ B, T, D, VOCAB = 8, 32, 16, 264
 CLIP = QKClip(threshold=0.2)
 
 
-def run_of(layers: int, full_attention: tuple[int, ...], *, conv: int = 2, experts: c.Balancer | None, **changes):
+def run_of(
+    layers: int,
+    full_attention: tuple[int, ...],
+    *,
+    conv: int = 2,
+    share: int = 1,
+    experts: c.Balancer | None,
+    **changes,
+):
     """Layers of KDA, and of MLA where ``full_attention`` says, with a depth block for every two; ``experts``: how they
     are balanced, None for a model without."""
     balancer = experts or c.NoBalancing()
@@ -32,7 +40,7 @@ def run_of(layers: int, full_attention: tuple[int, ...], *, conv: int = 2, exper
         layers=layers,
         full_attention=full_attention,
         kda=c.KDA(heads=4, head_dim=4, forget_rank=D, conv=conv),
-        mla=c.MLA(heads=4, q_rank=D, kv_rank=8, nope_dim=4, shared_dim=8, v_dim=4),
+        mla=c.MLA(heads=4, q_rank=D, kv_rank=8, nope_dim=4, shared_dim=8, v_dim=4, share=share),
         dense_width=D,
         dense_layers=0 if experts else layers,
         moe=c.MoE(experts=16, active=2, width=D, shared=1, latent=c.Latent(D), balancer=balancer),

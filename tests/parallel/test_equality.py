@@ -27,6 +27,7 @@ CONFIGS = {
     "kda": small_run.run_of(1, (), experts=None),
     "kda, experts": small_run.run_of(1, (), experts=c.AuxLoss(weight=1.0)),
     "mla, experts": small_run.run_of(1, (1,), experts=COUNTED),
+    "shared keys": small_run.run_of(2, (1, 2), experts=None, share=2),
     # A scan over two dense layers of KDA, then MLA with experts; two closed blocks and the running sum.
     "deep": small_run.run_of(3, (3,), conv=3, experts=COUNTED, dense_layers=2),
 }
@@ -59,6 +60,7 @@ mla, experts: fsdp=2,expert=4,transport=Balanced
 mla, experts: expert=4,tensor=2,transport=Balanced
 mla, experts: fsdp=4,context=2,mla=Zigzag
 mla, experts: context=4,tensor=2,mla=Zigzag
+shared keys: fsdp=2,context=2,tensor=2,mla=Zigzag
 mla, micro-batches: data=2,expert=2,context=2,transport=RaggedAllToAll
 deep: fsdp=2,expert=2,tensor=2,dense=('expert',),optimizer=('fsdp',),transport=RaggedAllToAll
 deep: expert=2,context=2,tensor=2,transport=Balanced,mla=Zigzag
