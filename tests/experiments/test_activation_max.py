@@ -52,7 +52,7 @@ def situ(x, gate, up, activation):
 def test_the_largest_product_of_dense_shared_and_routed_parts(model, batch):
     """An expert that no token goes to has gates a thousand times as large, and tokens of padding count nowhere."""
     made = weights.init(model, 0)
-    slots = layout.slots(layout.plan(model.kinds))
+    slots = list(layout.slots(layout.plan(model.kinds)))
     experts, router = (tree["segments"][slots[1].segment][slots[1].run]["ffn"] for tree in made)
     experts["gate"] = experts["gate"].at[..., 3, :, :].multiply(1000.0)
     router["bias"] = router["bias"].at[..., 3].set(-10.0)
