@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from absl import app, flags
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -152,6 +153,8 @@ def _line(axes: Axes, line: Power, span: tuple[float, float], name: str, **style
 def _scales(axes: Axes, title: str, loss: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+    axes.yaxis.set_minor_formatter(ticker.FormatStrFormatter("%.3g"))
     axes.set_title(title)
     axes.set_xlabel("PFLOP/s-days")
     axes.set_ylabel(loss)

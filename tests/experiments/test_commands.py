@@ -222,6 +222,7 @@ UNKNOWN = {
     ("ladder", "toy", "--root=empty"): "study toy: no finished run in empty/toy",
     ("plan", "toy", "--topology=v5p:2x2x2", "--rung=nosuch"): "there is no rung 'nosuch'",
     ("plan", "toy", "--topology=v9:2x2"): "v9",
+    ("plan", "toy", "--layout=fdsp=8"): "there is no axis 'fdsp'; did you mean 'fsdp'?",
     ("again", "toy", "small", "control", "--rate=0.01", "--root=empty"): "holds no finished run to compare with",
     ("again", "toy", "small", "control"): "give a study, a rung, a variant and --rate",
 }
