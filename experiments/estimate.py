@@ -1,4 +1,5 @@
-"""How long runs take, from what finished ones took: operations over seconds, set-up and evaluation included."""
+"""How long runs take, from what finished ones took: operations over seconds, set-up and evaluation included; without
+those that diverged before their end."""
 
 import csv
 import pathlib
@@ -6,10 +7,9 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from experiments import folder, measures
+from experiments import files, folder, measures
 from experiments.study import FOLDER, Study
 from k3jax.run_config import TrainConfig
-from k3jax.run_folder import read_json
 
 
 class Speed(NamedTuple):
@@ -27,15 +27,17 @@ def speeds(root: pathlib.Path = folder.ROOT) -> list[Speed]:
 
 def _of_runs(root: pathlib.Path) -> Iterator[Speed]:
     for path in sorted(root.glob(f"*/*/*/*/{folder.RESULT}")):
-        found = read_json(path)
-        yield Speed(found["study"], found["rung"], found["cost"]["flops"] / found["seconds"])
+        found = files.read(path)
+        if "diverged" not in found["metrics"]:
+            yield Speed(found["study"], found["rung"], found["cost"]["flops"] / found["seconds"])
 
 
 def _of_tables() -> Iterator[Speed]:
     for path in sorted(FOLDER.glob("*/results.csv")):
         with open(path, encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
-                yield Speed(row["study"], row["rung"], float(row["flops"]) / float(row["seconds"]))
+                if not row.get("diverged"):
+                    yield Speed(row["study"], row["rung"], float(row["flops"]) / float(row["seconds"]))
 
 
 def seconds(study: Study, rung: str, config: TrainConfig, known: list[Speed]) -> float | None:

@@ -4,11 +4,11 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from experiments import files
 from experiments.study import Study
 from k3jax import config_io
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, require
 from k3jax.run_config import TrainConfig
-from k3jax.run_folder import read_json
 
 ROOT = pathlib.Path("runs/studies")
 RESULT = "result.json"
@@ -55,6 +55,17 @@ def check(run: Run, root: pathlib.Path = ROOT) -> None:
 
 
 def result(run: Run, root: pathlib.Path = ROOT) -> dict[str, Any] | None:
-    """What a finished run found, or None; see :func:`check`."""
+    """What a finished run found, or None.
+
+    Raises:
+      ConfigError: see :func:`check`; or the result is cut off, or of another run.
+    """
     check(run, root)
-    return read_json(run.folder(root) / RESULT) or None
+    path = run.folder(root) / RESULT
+    found = files.read(path)
+    if not found:
+        return None
+    here = dict(study=run.study.name, rung=run.rung, variant=run.variant, rate=run.rate, seed=run.seed)
+    kept = {name: found.get(name) for name in here}
+    require(kept == here, f"{path} is the result of another run: {kept} and not {here}; move its folder away")
+    return found

@@ -2,6 +2,10 @@
 the best rate. They share one compiled step, because neither rate nor seed is part of it (`k3jax.step.program`).
 
     python -m experiments.group s01_kda_ancestors recall kda
+    python -m experiments.group s01_kda_ancestors recall kda --seeds 1 --root runs/trial
+
+One seed is for a trial: it has no interval, so that `experiments.run` and `experiments.table` ask for two. The exit
+codes are those of training (`k3jax.exits`).
 """
 
 import json
@@ -10,12 +14,14 @@ import time
 
 from absl import app, flags
 
-from experiments import folder, measures
+from experiments import files, folder, measures
 from experiments.folder import Run
+from experiments.run import groups
 from experiments.study import Study, changed, load
 from k3jax import diagnose, runtime
 from k3jax.checkpoint import Checkpoints
-from k3jax.config import ConfigError, require
+from k3jax.config import require
+from k3jax.data import Batch
 from k3jax.data.load import load_data
 from k3jax.evaluate import evaluate, tasks_of
 from k3jax.exits import leave
@@ -23,7 +29,7 @@ from k3jax.loop import NonFiniteError, SpikeError
 from k3jax.model.weights import Weights
 from k3jax.run_config import TrainConfig
 from k3jax.run_folder import write_json
-from k3jax.train import Options, train
+from k3jax.train import CODES, Options, train
 
 
 def run_group(study: Study, rung: str, variant: str, *, seeds: int, root: pathlib.Path = folder.ROOT) -> list[dict]:
@@ -45,6 +51,7 @@ def perform(run: Run, root: pathlib.Path = folder.ROOT) -> dict:
         return found
     place, config, began = run.folder(root), run.config, time.time()
     place.mkdir(parents=True, exist_ok=True)
+    before = files.seconds_before(place)
     write_json(place / "diff.json", run.diff)
     try:
         train(config, place, Options(report=False, began=began))
@@ -56,7 +63,7 @@ def perform(run: Run, root: pathlib.Path = folder.ROOT) -> dict:
         **dict(study=run.study.name, rung=run.rung, variant=run.variant, rate=run.rate, seed=run.seed),
         "metrics": metrics,
         "cost": {**sizes, "tokens": config.tokens, "flops": sizes["flops_per_token"] * config.tokens},
-        "seconds": time.time() - began,
+        "seconds": before + time.time() - began,
         "commit": runtime.commit(),
     }
     write_json(place / folder.RESULT, found)
@@ -70,7 +77,7 @@ def _measured(run: Run, place: pathlib.Path) -> dict[str, float]:
     if tasks:
         found = evaluate(config, _weights(place), tasks=tasks, examples=run.study.examples)
         write_json(place / "evaluation.json", found)
-    if "hidden_max" in run.study.shown or run.study.stretch > 1:
+    if run.study.stretch > 1 or {"hidden_max", "activation_max"} & {*run.study.measured}:
         write_json(place / "more.json", _more(run.study, config, _weights(place)))
     metrics = measures.measures(place)
     check_metric(run.study, metrics)
@@ -79,7 +86,7 @@ def _measured(run: Run, place: pathlib.Path) -> dict[str, float]:
 
 def check_metric(study: Study, metrics: dict[str, float]) -> None:
     """Raises ConfigError when no run measures what the study decides by or shows."""
-    for name in (study.metric.name, *study.shown):
+    for name in study.measured:
         require(
             name in (*metrics, *measures.SIZES, "tokens", "flops"),
             f"study {study.name}: no run measures {name!r} (measured: {', '.join(sorted(metrics))})",
@@ -98,24 +105,30 @@ def _more(study: Study, config: TrainConfig, weights: Weights) -> dict[str, floa
         longer = changed(config, {"seq_len": times * config.seq_len, "batch": max(1, config.batch // times)})
         (source,) = evaluate(longer, weights, tasks=())["sources"].values()
         found["long_bits_per_byte"] = source["bits_per_byte"]
-    if "hidden_max" in study.shown:
-        data = load_data(config.data, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
-        batch = data.batches(length=config.seq_len, batch=config.batch, seed=config.seed, packing=config.packing)[0]
-        layers = diagnose.layer_statistics(config, weights, batch)
-        found["hidden_max"] = max(layer.hidden_max for layer in layers)
+    if "hidden_max" in study.measured:
+        layers = diagnose.layer_statistics(config, weights, _first_batch(config))
+        found["hidden_max"] = float(max(layer.hidden_max for layer in layers))
+    if "activation_max" in study.measured:
+        found["activation_max"] = max(diagnose.activation_maxima(config, weights, _first_batch(config)))
     return found
 
 
+def _first_batch(config: TrainConfig) -> Batch:
+    """What the first step was trained on."""
+    data = load_data(config.data, config.tokenizer, vocab=config.model.vocab, seed=config.seed)
+    return data.batches(length=config.seq_len, batch=config.batch, seed=config.seed, packing=config.packing)[0]
+
+
 def main(argv: list[str]) -> None:
-    if len(argv) != 4:
-        raise app.UsageError("give a study, a rung and a variant")
     runtime.start()
-    study, _ = load(argv[1])
-    seeds = flags.FLAGS.seeds or study.seeds
     try:
-        results = run_group(study, *argv[2:], seeds=seeds, root=pathlib.Path(flags.FLAGS.root))
-    except ConfigError as error:
-        leave(f"experiments.group: {error}")
+        require(len(argv) == 4, f"give a study, a rung and a variant, got {argv[1:]}")
+        study, _ = load(argv[1])
+        seeds = flags.FLAGS.seeds or study.seeds
+        (group,) = groups(study, argv[2:3], argv[3:])
+        results = run_group(study, *group, seeds=seeds, root=pathlib.Path(flags.FLAGS.root))
+    except tuple(CODES) as error:
+        leave(f"experiments.group: {error}", next(code for kind, code in CODES.items() if isinstance(error, kind)))
     for found in results:
         print(json.dumps({"rate": found["rate"], "seed": found["seed"], **found["metrics"]}))
 

@@ -11,6 +11,8 @@
     max_logit              largest attention logit of the whole run
     long_bits_per_byte     of held-out text in rows `stretch` times as long as those trained on, at the end
     hidden_max             largest magnitude of the hidden state after any layer, on a training batch, at the end
+    activation_max         largest magnitude of what goes into a down projection (dense, shared or routed experts: gate
+                           times up) in any layer, on the same batch, at the end
     skipped                steps that the guards did not apply
 
 and of the configuration: parameters and active_parameters without embedding and head, flops_per_token of training,
@@ -18,33 +20,48 @@ dispatch_bytes (what a token sends to its experts and gets back in bfloat16), ca
 """
 
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
 
+from experiments.files import lines, read
 from k3jax import accounting
-from k3jax.metrics import read_metrics
 from k3jax.run_config import TrainConfig
-from k3jax.run_folder import read_json
 from k3jax.telemetry.line import model_flops_per_token
 
 SIZES = ("parameters", "active_parameters", "flops_per_token", "dispatch_bytes", "cache_bytes")
+NAMES = (
+    "bits_per_byte", "loss", "accuracy", "max_over_mean", "max_over_mean_start", "dead_share", "dead_share_start",
+    "max_logit", "long_bits_per_byte", "hidden_max", "activation_max", "skipped", *SIZES, "tokens", "flops",
+)  # fmt: skip
+CELL = re.compile(r"(\w+\.)?((accuracy|nats)@\d+|recall@\d+-\d+)")
+
+
+def known(name: str) -> bool:
+    """Whether some run could measure a number of this name."""
+    return name in NAMES or CELL.fullmatch(name) is not None
 
 
 def measures(folder: pathlib.Path) -> dict[str, float]:
-    """What a finished run measured, by name."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    train = [line for line in lines if line["kind"] == "train"]
+    """What a finished run measured, by name.
+
+    Raises:
+      ConfigError: a file of the run is cut off.
+    """
+    summary = read(folder / "summary.json")
+    logged = lines(folder, steps=summary.get("steps"))
+    train = [line for line in logged if line["kind"] == "train"]
     tenth = max(1, len(train) // 10)
     found = {"loss": _mean([line["loss"] for line in train[-tenth:]])}
-    bits = read_json(folder / "summary.json").get("bits_per_byte")
+    bits = summary.get("bits_per_byte")
     found |= {} if bits is None else {"bits_per_byte": bits}
     found |= _balance(train, tenth)
     logits = [line["max_attention_logit"] for line in train if line.get("max_attention_logit")]
     found |= {"max_logit": float(np.nanmax(np.array(logits, float)))} if logits else {}
-    found["skipped"] = float(sum(line.get("event") == "skipped" for line in lines))
-    found |= read_json(folder / "more.json")
-    return found | _accuracy(read_json(folder / "evaluation.json").get("tasks", []))
+    found["skipped"] = float(sum(line.get("event") == "skipped" for line in logged))
+    found |= read(folder / "more.json")
+    return found | _accuracy(read(folder / "evaluation.json").get("tasks", []))
 
 
 def _balance(train: list[dict[str, Any]], tenth: int) -> dict[str, float]:

@@ -40,6 +40,8 @@ def main(argv: list[str]) -> None:
         study, _ = load(argv[1])
         topology = chips.topology(args.topology)
         chosen = groups(study, args.rung, args.variants or [study.control], planned=True)
+        # What is wrong for all rows is said once, and is no row.
+        layouts.load(args.layout), chips.devices_of(topology)
         print(f"| {' | '.join(COLUMNS)} |\n| {' | '.join(['---'] * len(COLUMNS))} |", flush=True)
         for rung, variant in chosen:
             print(f"| {' | '.join(row(study, rung, variant, topology, args.layout))} |", flush=True)

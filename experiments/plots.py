@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
+from experiments import files
 from experiments.folder import Run
 from experiments.study import Study
-from k3jax.metrics import read_metrics
 from k3jax.report.palette import COLORS, SERIES
 from k3jax.report.png import STYLE
 
@@ -19,7 +19,11 @@ Chosen = dict[tuple[str, str], dict[int, dict[str, Any]]]
 
 
 def write(study: Study, chosen: Chosen, place: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the figures that the results allow, and returns their paths."""
+    """Writes the figures that the results allow, and returns their paths.
+
+    Raises:
+      ConfigError: the metric lines of a run are cut off.
+    """
     drawn = {"results.png": _results(study, chosen), "curves.png": _curves(study, chosen, root)}
     for name, pattern in (("by_length.png", r"accuracy@(\d+)"), ("by_distance.png", r"recall@(\d+)-\d+")):
         figure = _by_number(study, chosen, pattern)
@@ -48,18 +52,22 @@ def _color(study: Study, variant: str) -> dict[str, Any]:
 
 
 def _results(study: Study, chosen: Chosen) -> Figure:
-    """A dot for each seed, a bar for the mean."""
+    """A dot for each seed, a bar for the mean; runs that diverged are counted beside the name."""
     figure, axes = _panels(chosen)
     for rung, ax in axes.items():
         variants = [variant for where, variant in chosen if where == rung]
+        names = []
         for place, variant in enumerate(variants):
             values = [study.metric.of({"metrics": row}) for row in chosen[rung, variant].values()]
             finite = [value for value in values if np.isfinite(value)]
+            lost = len(values) - len(finite)
+            names.append(f"{variant}\n{lost} of {len(values)} diverged" if lost else variant)
             color = _color(study, variant)["color"]
             ax.plot(finite, [place] * len(finite), "o", color=color, markersize=4, alpha=0.7)
             if finite:
                 ax.plot([np.mean(finite)] * 2, [place - 0.3, place + 0.3], color=color, linewidth=2)
-        ax.set_yticks(range(len(variants)), variants)
+        ax.set_yticks(range(len(variants)), names)
+        ax.set_ylim(-0.5, len(variants) - 0.5)
         ax.invert_yaxis()
         ax.set_xlabel(study.metric.name)
         ax.grid(axis="x")
@@ -67,14 +75,17 @@ def _results(study: Study, chosen: Chosen) -> Figure:
 
 
 def _curves(study: Study, chosen: Chosen, root: pathlib.Path) -> Figure:
-    """Training loss, mean over seeds at the best rate."""
+    """Training loss, mean over seeds at the best rate: those that came to the end or, without one, all up to where the
+    first stops."""
     figure, axes = _panels(chosen)
     for (rung, variant), seeds in chosen.items():
+        steps = study.config(rung, variant).steps
+        ended = {seed: row for seed, row in seeds.items() if "diverged" not in row}
         curves = []
-        for seed, row in seeds.items():
-            path = Run(study, rung, variant, row["rate"], seed).folder(root) / "metrics.jsonl"
-            lines = [line for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
-            curves.append({line["step"]: line["loss"] for line in lines})
+        for seed, row in (ended or seeds).items():
+            place = Run(study, rung, variant, row["rate"], seed).folder(root)
+            lines = files.lines(place, steps=steps if ended else None)
+            curves.append({line["step"]: line["loss"] for line in lines if line["kind"] == "train"})
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         means = [np.mean([np.nan if c[step] is None else c[step] for c in curves]) for step in steps]
         axes[rung].plot(steps, means, label=variant, **_color(study, variant))

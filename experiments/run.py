@@ -5,11 +5,14 @@
     python -m experiments.run s01_kda_ancestors --dry-run
 
 A run that is finished is not made again, and one that was cut goes on from its last checkpoint. One process makes the
-runs of one variant at one rung (`experiments.group`).
+runs of one variant at one rung (`experiments.group`). The exit code is that of the groups that failed, if they agree
+(`k3jax.exits`), and 1 otherwise.
 """
 
 import contextlib
+import itertools
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -20,12 +23,11 @@ from absl import app, flags
 from rich.live import Live
 from rich.table import Table
 
-from experiments import estimate, folder
+from experiments import estimate, files, folder
 from experiments.folder import Run
 from experiments.study import Study, load
 from k3jax.config import ConfigError, require
-from k3jax.exits import leave
-from k3jax.run_folder import read_json
+from k3jax.exits import Exit, leave
 
 JOB_BYTES = 3 << 30  # a process with a compiled step of the sizes that are run here
 Group = tuple[str, str]
@@ -60,11 +62,13 @@ class Pool:
         self._study, self._todo, self._jobs, self._root = study, list(todo), jobs, root
         self._seeds, self._all = seeds, list(todo)
         self._running: dict[Group, subprocess.Popen] = {}
-        self.failed: dict[Group, str] = {}
+        self.failed: dict[Group, tuple[int, str]] = {}
 
     def run(self) -> None:
-        """Returns when all have ended; ends those that run when this process is interrupted."""
+        """Returns when all have ended; asks those that run to stop when this process is asked to."""
         with contextlib.ExitStack() as stack:
+            before = signal.signal(signal.SIGTERM, lambda *_: leave("asked to stop", Exit.PREEMPTED))
+            stack.callback(signal.signal, signal.SIGTERM, before)
             live = stack.enter_context(Live(self.table(), refresh_per_second=1)) if sys.stdout.isatty() else None
             stack.callback(self._stop)
             seen = 0
@@ -96,9 +100,10 @@ class Pool:
         for group, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[group]
-                if process.returncode:
+                code = process.returncode
+                if code:
                     lines = self._log(group).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                    self.failed[group] = lines[-1] if lines else f"exit code {process.returncode}"
+                    self.failed[group] = code if code > 0 else 128 - code, lines[-1] if lines else "it said nothing"
 
     def _stop(self) -> None:
         for process in self._running.values():
@@ -111,7 +116,7 @@ class Pool:
 
     def _results(self, group: Group) -> list[dict]:
         place = Run(self._study, *group, self._study.rates[0], 0).folder(self._root).parent
-        return [read_json(path) for path in sorted(place.glob(f"*/{folder.RESULT}"))]
+        return [files.read(path) for path in sorted(place.glob(f"*/{folder.RESULT}"))]
 
     def _done(self, results: list[dict]) -> int:
         return min(self._runs, len(results))
@@ -137,32 +142,37 @@ def main(argv: list[str]) -> None:
     try:
         if len(argv) != 2:
             raise ConfigError(f"give one study, got {argv[1:]}")
+        require(args.jobs > 0, f"--jobs={args.jobs}, but it takes at least one process")
+        require(args.seeds == 0 or args.seeds > 1, f"--seeds={args.seeds}, but an interval needs at least two")
         study, _ = load(argv[1])
         seeds, dry = args.seeds or study.seeds, args["dry-run"].value
         todo = groups(study, args.rung, args.variants, planned=dry)
         if dry:
             print(estimate.table(study, todo, seeds=seeds, root=root))
             return
-        for rung, variant in todo:
-            for rate in study.rates:
-                folder.check(Run(study, rung, variant, rate, 0), root)
+        for (rung, variant), rate, seed in itertools.product(todo, study.rates, range(seeds)):
+            folder.result(Run(study, rung, variant, rate, seed), root)
     except ConfigError as error:
         leave(f"experiments.run: {error}")
     jobs = fitting(args.jobs, psutil.virtual_memory().available)
     if jobs < args.jobs:
         print(f"{jobs} of {args.jobs} jobs fit the free memory")
     pool = Pool(study, todo, seeds=seeds, jobs=jobs, root=root)
-    pool.run()
-    for group, reason in pool.failed.items():
-        print(f"failed: {' '.join(group)}: {reason}", file=sys.stderr)
-    raise SystemExit(bool(pool.failed))
+    try:
+        pool.run()
+    except KeyboardInterrupt:
+        leave("experiments.run: interrupted; the same command goes on", Exit.INTERRUPTED)
+    for group, (code, reason) in pool.failed.items():
+        print(f"failed: {' '.join(group)} (exit code {code}): {reason}", file=sys.stderr)
+    codes = {code for code, _ in pool.failed.values()}
+    raise SystemExit(max(codes, default=0) if len(codes) < 2 else 1)
 
 
 if __name__ == "__main__":
     flags.DEFINE_multi_string("rung", [], "a rung; repeat for several; default all that are run here")
     flags.DEFINE_list("variants", [], "variants, separated by commas; default all")
-    flags.DEFINE_integer("seeds", 0, "runs of each variant at its best rate; 0 for those of the study", lower_bound=0)
-    flags.DEFINE_integer("jobs", 1, "processes at a time, fewer if the memory is too small", lower_bound=1)
+    flags.DEFINE_integer("seeds", 0, "runs of each variant at its best rate, at least two; 0 for those of the study")
+    flags.DEFINE_integer("jobs", 1, "processes at a time, fewer if the memory is too small")
     flags.DEFINE_bool("dry-run", False, "list the runs and what they cost, and run none")
     flags.DEFINE_string("root", str(folder.ROOT), "where the folders of runs lie")
     app.run(main)

@@ -33,6 +33,6 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def paired(values: dict[int, float], control: dict[int, float]) -> Mean | None:
-    """The mean difference to the control over the seeds that both have; None without one."""
-    common = sorted(values.keys() & control.keys())
+    """The mean difference to the control over the seeds that both have with a finite value; None without one."""
+    common = [seed for seed in sorted(values.keys() & control.keys()) if math.isfinite(values[seed] + control[seed])]
     return mean([values[seed] - control[seed] for seed in common]) if common else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experiments import measures
 from k3jax import config_io
 from k3jax.config import ConfigError, require, require_positive
 from k3jax.config_optim import Tunable
@@ -50,18 +51,20 @@ class Metric:
         return values.index(min(values) if self.better == "lower" else max(values))
 
     def of(self, found: dict[str, Any]) -> float:
-        """The value in a result; the worst there is for a run that diverged."""
+        """The value in a result; the worst there is for a run that diverged, or ended with a number that is none."""
         value = found["metrics"][self.name]
         worst = math.inf if self.better == "lower" else -math.inf
-        return worst if value is None else value
+        return worst if value is None or not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
 class Published:
-    """Numbers of a paper to compare with: where they stand, and what they are by variant."""
+    """Numbers of a paper to compare with: where they stand, and what they are by variant. A line of loss over
+    computation is text, ``A C^-a``, and ``span`` the PFLOP/s-days of the smallest and the largest run behind it."""
 
     source: str
     numbers: dict[str, float | str]
+    span: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,24 @@ class Study:
         require_positive(self, "seeds", "examples", "stretch")
         require(self.control in self.variants, f"study {self.name}: control {self.control!r} is none of its variants")
         require(len(self.rates) > 0, f"study {self.name}: no learning rates")
+        require(self.seeds > 1, f"study {self.name}: seeds = {self.seeds}, but an interval needs at least two")
+        for metric in self.measured:
+            near = config_io.did_you_mean(metric, measures.NAMES)
+            require(
+                measures.known(metric),
+                f"study {self.name}: no run measures {metric!r}{near} (experiments/measures.py has the names)",
+            )
         for name, rung in self.rungs.items():
             tunable = isinstance(rung.config.optimizer.schedule, Tunable)
             require(
                 rung.planned or tunable,
                 f"study {self.name}: rung {name} searches a learning rate, so its optimizer.schedule must be Tunable",
             )
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The numbers that it decides by or shows."""
+        return self.metric.name, *self.shown
 
     def config(self, rung: str, variant: str, *, rate: float | None = None, seed: int = 0) -> TrainConfig:
         """The resolved run.

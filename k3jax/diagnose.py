@@ -1,4 +1,5 @@
-"""Which layer went bad: statistics of every layer for a batch whose loss or gradient is not finite."""
+"""What every layer does with one batch: which went bad when a loss or gradient is not finite, and how large the
+products of the gated activations are."""
 
 from functools import partial
 from typing import NamedTuple
@@ -7,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax import config as c
+from k3jax import nn
 from k3jax.data import Batch
 from k3jax.model import layout
+from k3jax.model.ffn import GatedFFN, gated
+from k3jax.model.moe import MoELayer, route
 from k3jax.model.transformer import by_layer
-from k3jax.model.weights import Weights
+from k3jax.model.weights import Weights, bind
 from k3jax.run_config import TrainConfig
 from k3jax.step import loss_fn
 
@@ -44,6 +49,58 @@ def _measure(config: TrainConfig, weights: Weights, batch: Batch):
     ]
     rms = [jnp.sqrt(jnp.mean(jnp.square(h))) for h in hidden]
     return jnp.stack([jnp.abs(h).max() for h in hidden]), jnp.stack(rms), jnp.stack(norms)
+
+
+def activation_maxima(config: TrainConfig, weights: Weights, batch: Batch) -> list[float]:
+    """For every layer, first layer first, the largest magnitude of what goes into the down projections of its
+    feed-forward part (dense, shared and routed): over all tokens outside of padding, with each routed expert over those
+    that go to it, and over all times that the layer is gone through. On one device."""
+    return np.asarray(jax.jit(partial(_maxima, config.model))(weights, batch)).tolist()
+
+
+def _maxima(model: c.ModelConfig, weights: Weights, batch: Batch):
+    net = bind(model, weights)
+    for segment in net.segments:
+        for layer in segment:
+            layer.ffn = _Watched(layer.ffn)
+    _, reports = net(model, batch.tokens_BT, batch.segments_BT)
+    loops = tuple(range(int(model.loops > 1)))
+    maxima = [[report.balance.max(axis=loops) for report in segment] for segment in reports]
+    return jnp.stack(by_layer(layout.plan(model.kinds), maxima))
+
+
+class _Watched(MoELayer):
+    """A feed-forward part that says how large its products are where one of experts says what its balancer needs, so
+    that the model around it stays as it is."""
+
+    def __init__(self, part: GatedFFN | MoELayer):
+        self.part = part
+
+    def __call__(self, model, x_BTD, valid_BT, *, observe, transport):
+        if isinstance(self.part, MoELayer):
+            y, _ = self.part(model, x_BTD, valid_BT, observe=False, transport=transport)
+        else:
+            y = self.part(model, x_BTD)
+        return y, _largest(self.part, model, x_BTD.reshape(-1, x_BTD.shape[-1]), valid_BT.reshape(-1))
+
+
+def _largest(part: GatedFFN | MoELayer, model: c.ModelConfig, x_ND, counted_N):
+    """The largest magnitude of a part's gated products, those of one expert at a time."""
+
+    def product(x_NL, gate_LF, up_LF, counted_N):
+        g, u = nn.einsum("nl,lf->nf", x_NL, gate_LF), nn.einsum("nl,lf->nf", x_NL, up_LF)
+        products_NF = jnp.abs(gated(model.activation, g, u).astype(jnp.float32))
+        return jnp.where(counted_N[:, None], products_NF, 0).max()
+
+    if isinstance(part, GatedFFN):
+        return product(x_ND, part.gate[...], part.up[...], counted_N)
+    spec = model.moe
+    routing = route(x_ND, part.router[...], part.bias[...], spec.active, spec.scale)
+    chosen_EN = (routing.experts == jnp.arange(spec.experts)[:, None, None]).any(axis=-1) & counted_N
+    z_NL = nn.einsum("nd,dl->nl", x_ND, part.latent_down[...]) if spec.latent else x_ND
+    largest_E = jax.lax.map(lambda one: product(z_NL, *one), (part.gate[...], part.up[...], chosen_EN))
+    shared = _largest(part.shared, model, x_ND, counted_N) if spec.shared else 0.0
+    return jnp.maximum(largest_E.max(), shared)
 
 
 def table(layers: list[LayerStatistics]) -> str:

@@ -18,5 +18,5 @@ STUDY = Study(
     rates=(5e-3, 1e-2, 2e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="The bound is free if no other activation is better by more than its interval.",
-    shown=("hidden_max", "max_logit"),
+    shown=("activation_max", "hidden_max", "max_logit"),
 )

@@ -53,9 +53,16 @@ STUDY = Study(
     rule="The recipe saves computation if the bootstrap interval of the ratio of operations at equal loss is above 1.",
     shown=("active_parameters", "flops"),
     published=(
+        # Spans: six operations for each active parameter and token of the smallest and the largest run.
         Published(
-            "arXiv 2510.26692, loss over PFLOP/s-days", {"k3": "2.2879 C^-0.0527", "baseline": "2.3092 C^-0.0536"}
+            "arXiv 2510.26692, KDA hybrid and MLA",
+            {"k3": "2.2879 C^-0.0527", "baseline": "2.3092 C^-0.0536"},
+            span=(1.8, 15.1),
         ),
-        Published("arXiv 2603.15031, with and without", {"k3": "1.865 C^-0.057", "baseline": "1.891 C^-0.057"}),
+        Published(
+            "arXiv 2603.15031, with and without Attention Residuals",
+            {"k3": "1.865 C^-0.057", "baseline": "1.891 C^-0.057"},
+            span=(0.5, 4.4),
+        ),
     ),
 )

@@ -64,11 +64,12 @@ def made_up(study, tmp_path):
         run = Run(study, "small", variant, rate, seed)
         place = run.folder(tmp_path)
         place.mkdir(parents=True, exist_ok=True)
-        line = {"step": 1, "kind": "train", "loss": 2.0}
+        line = {"step": study.rungs["small"].config.steps, "kind": "train", "loss": 2.0}
         (place / "metrics.jsonl").write_text(json.dumps(line) + "\n")
         what = dict(study="toy", rung="small", variant=variant, rate=rate, seed=seed)
         cost = dict(parameters=10, active_parameters=10, flops_per_token=5.0, tokens=100, flops=500.0)
-        metrics = {"bits_per_byte": value, "loss": 1.0, **more}
+        ended = {"loss": 1.0} if value is not None else {"diverged": "step 3: the loss is not finite"}
+        metrics = {"bits_per_byte": value, **ended, **more}
         write_json(place / folder.RESULT, {**what, "metrics": metrics, "cost": cost, "seconds": 2.0, "commit": "abc"})
 
     return write
@@ -84,7 +85,7 @@ def fake_training(monkeypatch):
         loss = abs(config.optimizer.schedule.schedule.peak - 2e-3) + 0.01 * config.seed
         line = {"step": 1, "kind": "train", "loss": loss}
         (place / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        write_json(place / "summary.json", {"bits_per_byte": loss})
+        write_json(place / "summary.json", {"bits_per_byte": loss, "steps": 1})
 
     monkeypatch.setattr(group, "train", train)
     return trained

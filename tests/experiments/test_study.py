@@ -1,7 +1,6 @@
 """Studies as data: diffs, names, and what is refused."""
 
 import importlib
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from experiments.study import FOLDER, Metric, Rung, changed, load, studies
 from k3jax import config as c
 from k3jax import presets
 from k3jax.config_optim import Cosine
-from k3jax.exits import Exit
 
 
 def test_changes_apply_at_once_and_leave_the_rest():
@@ -62,6 +60,11 @@ def test_what_a_study_must_have(study):
         replace(study, control="other")
     with pytest.raises(c.ConfigError, match="no learning rates"):
         replace(study, rates=())
+    with pytest.raises(c.ConfigError, match="study toy: seeds = 1, but an interval needs at least two"):
+        replace(study, seeds=1)
+    with pytest.raises(c.ConfigError, match="study toy: no run measures 'los'; did you mean 'loss'"):
+        replace(study, shown=("los",))
+    assert replace(study, shown=("Copy.accuracy@8", "recall@8-15", "nats@64")).measured[0] == "bits_per_byte"
     fixed = changed(study.rungs["small"].config, {"optimizer.schedule": Cosine()})
     with pytest.raises(c.ConfigError, match="must be Tunable"):
         replace(study, rungs={"small": Rung(fixed)})
@@ -104,12 +107,5 @@ def test_best_of_a_metric():
     assert Metric("loss", "lower").best([3.0, 1.0, 2.0]) == 1 and Metric("accuracy", "higher").best([3.0, 1.0]) == 0
     diverged = {"metrics": {"loss": None, "accuracy": None}}
     assert Metric("loss", "lower").of(diverged) == float("inf")
+    assert Metric("loss", "lower").of({"metrics": {"loss": float("nan")}}) == float("inf")
     assert Metric("accuracy", "higher").of(diverged) == -float("inf")
-
-
-def test_an_unknown_study_ends_with_the_code_of_a_bad_configuration():
-    """A launcher does not start it again."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "experiments.run", "s99"], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == Exit.CONFIGURATION and "s99" in ended.stderr, ended.stderr

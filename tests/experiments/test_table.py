@@ -2,11 +2,13 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from experiments import estimate, ladder, plots, stats, table
+from experiments.study import Metric, studies
 from k3jax.config import ConfigError
 
 
@@ -45,6 +47,8 @@ def test_table_of_a_study(study, filled, tmp_path):
     assert "| control | 0.01* | 3.0000 ± 0.5774 | 3 |  | 1 | 10 |" in text
     assert "| swiglu | 0.01* | 3.1000 ± 0.5774 | 3 | +0.1000 [+0.1000, +0.1000] | 1 | 10 |" in text
     assert "8 runs, 0 minutes, commit abc." in text and "at an end of the grid" in text
+    assert "none of the 1 comparisons is corrected for the others, and of as many, 0.05 are expected to miss" in text
+    assert "diverged" not in text and "Not finished" not in text and not table.missing(study, found)
     read = list(csv.DictReader(io.StringIO(table.csv_text(found))))
     assert len(read) == 8 and list(read[0])[:5] == ["study", "rung", "variant", "rate", "seed"]
     assert read[0]["bits_per_byte"] == "2.5" and list(read[0])[-1] == "commit"
@@ -57,12 +61,65 @@ def test_figures(study, filled, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_a_run_that_diverged_stays_in_the_table(study, made_up, tmp_path):
-    made_up("control", 1e-2, 0, None)
-    made_up("control", 1e-3, 0, 2.0)
+def test_runs_that_diverged_stay_in_tables_and_figures(study, made_up, tmp_path):
+    """One seed of the control, one of the other, and one whose last number is no number."""
+    values = {"control": (2.0, None, 2.2, 2.4), "swiglu": (2.1, 2.0, None, 2.7)}
+    for variant, seeds in values.items():
+        made_up(variant, 1e-2, 0, None)
+        for seed, value in enumerate(seeds):
+            made_up(variant, 1e-3, seed, value)
+    made_up("swiglu", 1e-3, 4, float("nan"))
     found = table.rows(study, tmp_path)
-    assert table.best_rates(study, found) == {("small", "control"): 1e-3}
-    assert table.csv_text(found).count("\n") == 3
+    assert set(table.best_rates(study, found).values()) == {1e-3}
+    assert table.csv_text(found).count("\n") == 12 and "step 3: the loss is not finite" in table.csv_text(found)
+    text = table.markdown(study, found)
+    assert "| control | 0.001* | 2.2000 ± 0.1155 (1 of 4 diverged) | 4 |  |" in text
+    assert "| swiglu | 0.001* | 2.2667 ± 0.2186 (2 of 5 diverged) | 5 | +0.2000 [-1.0706, +1.4706] (2 pairs) |" in text
+    assert "leave out runs that diverged" in text
+    paths = plots.write(study, table.at_best(study, found), tmp_path, tmp_path)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_variant_that_always_diverges(study, made_up, tmp_path):
+    for seed in range(3):
+        made_up("control", 1e-2, seed, 2.0 + seed)
+        made_up("swiglu", 1e-2, seed, None)
+    for variant in study.variants:
+        made_up(variant, 1e-3, 0, None)
+    found = table.rows(study, tmp_path)
+    text = table.markdown(study, found)
+    assert "| swiglu | 0.001* | diverged | 1 | no pair |" in text
+    assert "**Not finished**" in text and "small swiglu: no run of seed 1, 2 at its best rate 0.001" in text
+    assert plots.write(study, table.at_best(study, found), tmp_path, tmp_path)
+
+
+def test_what_is_missing(study, made_up, tmp_path):
+    for seed in (0, 2):
+        made_up("control", 1e-3, seed, 2.0)
+    made_up("control", 1e-2, 0, 3.0)
+    made_up("swiglu", 1e-2, 1, 3.0)
+    found = table.rows(study, tmp_path)
+    absent = ["small control: no run of seed 1 at its best rate 0.001", "small swiglu: no run at rate 0.001, 0.01"]
+    assert table.missing(study, found) == absent
+    text = table.markdown(study, found)
+    assert all(line in text for line in absent) and "| swiglu" not in text
+
+
+def test_runs_that_measured_something_else(study, filled, tmp_path):
+    with pytest.raises(ConfigError, match=r"small control lr0.001_seed0 did not measure 'max_logit' \(measured: "):
+        table.rows(replace(study, shown=("max_logit",)), tmp_path)
+    with pytest.raises(ConfigError, match="did not measure 'accuracy'"):
+        table.rows(replace(study, metric=Metric("accuracy", "higher")), tmp_path)
+
+
+def test_a_curve_that_was_cut_off(study, filled, tmp_path):
+    path = tmp_path / "toy/small/swiglu/lr0.01_seed1/metrics.jsonl"
+    path.write_text('{"step": 1, "kind": "train", "loss": 2.0}\n{"step": 4, "ki')
+    with pytest.raises(ConfigError, match=r"lr0.01_seed1/metrics.jsonl ends at step 1 of 4"):
+        plots.write(study, table.at_best(study, table.rows(study, tmp_path)), tmp_path, tmp_path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        plots.write(study, table.at_best(study, table.rows(study, tmp_path)), tmp_path, tmp_path)
 
 
 def test_the_readme_keeps_what_a_person_wrote(tmp_path):
@@ -104,3 +161,21 @@ def test_a_ladder_finds_the_lines_that_its_points_lie_on():
     assert ladder.compare(control, control, draws=50).ratio == pytest.approx(1.0)
     with pytest.raises(ConfigError, match="a line needs two sizes"):
         ladder.fit({1e-6: [2.0]})
+
+
+def test_a_baseline_that_hardly_falls_has_an_infinite_ratio():
+    """Neither an overflow nor an interval that is no number."""
+    control, flat = {1e-6: [2.0, 2.1], 1e-5: [1.8, 1.7]}, {1e-6: [2.0, 2.1], 1e-5: [2.0, 2.1]}
+    found = ladder.compare(control, flat, draws=50)
+    assert found.ratio == np.inf and found.high == np.inf and not np.isnan(found.low)
+
+
+def test_published_lines_say_what_is_published():
+    """1.16 times the computation for Kimi Linear's, of which this is the range over their runs."""
+    published = {one.source: one for one in studies()["s12_ladder"].published}
+    one = published["arXiv 2510.26692, KDA hybrid and MLA"]
+    control, other = (ladder.Power.of(one.numbers[name]) for name in ("k3", "baseline"))
+    ratios = [other.computation(control.loss(C)) / C for C in one.span]
+    assert (control, other) == (ladder.Power(2.2879, 0.0527), ladder.Power(2.3092, 0.0536))
+    assert ratios[1] < 1.16 < ratios[0] and ratios == pytest.approx([1.18, 1.13], abs=0.01)
+    assert ladder.Power.of("1.737") is None
