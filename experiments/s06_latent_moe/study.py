@@ -8,14 +8,16 @@ from k3jax.run_config import TrainConfig
 
 
 def _latent(*, more: int, norm: bool = True):
-    """Half the width as a latent, and ``more`` times the experts and active experts; the width of the experts makes
-    the active parameters those of the rung: ``3 D F A = 3 L F' A' + 2 D L``."""
+    """Half the width as a latent, and ``more`` times the experts and active experts. The width of an expert, routed or
+    shared, makes the active parameters those of the rung, router and projections among them:
+    ``D E + 3 D F (A + shared) = D E' + 3 F' (L A' + D shared) + 2 D L``."""
 
     def change(run: TrainConfig) -> Diff:
         D, moe = run.model.dim, run.model.moe
-        L, active = D // 2, more * moe.active
-        width = (3 * D * moe.width * moe.active - 2 * D * L) // (3 * L * active)
-        sizes = dict(experts=more * moe.experts, active=active, width=width)
+        L, experts, active = D // 2, more * moe.experts, more * moe.active
+        left = D * (moe.experts - experts) + 3 * D * moe.width * (moe.active + moe.shared) - 2 * D * L
+        width = round(left / (3 * (L * active + D * moe.shared)))
+        sizes = dict(experts=experts, active=active, width=width)
         return {"model.moe": c.replace(moe, latent=c.Latent(L, norm=norm), **sizes)}
 
     return change
