@@ -160,18 +160,13 @@ def test_a_study_goes_on_where_it_was_killed(finished):
         lines = read_metrics(path)
         assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
         resumed += [line["step"] for line in lines if line.get("event") == "resume"]
-    # The one that killed them stood at step 5; another may have stood anywhere.
-    assert set(resumed) & {2, 4}, resumed
+    assert resumed and set(resumed) <= {2, 4}
 
 
 def test_a_run_that_was_cut_ends_like_one_that_was_not(commands, finished):
     """And negative control: of a number that was changed the comparison says so."""
     root, _ = finished
-    cut = next(
-        path
-        for path in root.rglob("metrics.jsonl")
-        if any(line.get("event") == "resume" and line["step"] in (2, 4) for line in read_metrics(path))
-    )
+    cut = next(p for p in root.rglob("metrics.jsonl") if any(x.get("event") == "resume" for x in read_metrics(p)))
     variant, seed = cut.parent.parent.name, cut.parent.name.rpartition("seed")[2]
     text = (cut.parent / "result.json").read_text()
     (cut.parent / "result.json").write_text(re.sub(r'"skipped": 0.0', '"skipped": 1.0', text))
