@@ -4,7 +4,7 @@
 
 The exit code is 0 where all numbers are equal, bit for bit, and 1 where one differs. Numbers are those of the result
 and the loss of the last step. Equal bits are to be expected of the same commit and libraries on the same machine, with
-as many cores: the number of threads may decide in which order a long sum is added up.
+as many cores (no `taskset`): the number of threads decides in which order long sums are added up.
 """
 
 import pathlib
