@@ -21,7 +21,7 @@ from experiments.study import load
 from k3jax import runtime
 from k3jax.config import require
 from k3jax.exits import leave
-from k3jax.train import CODES
+from k3jax.train import CODES, exit_code
 
 Numbers = dict[str, Any]
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
             perform(run, pathlib.Path(place))
             made = numbers(run, pathlib.Path(place))
     except tuple(CODES) as error:
-        leave(f"experiments.again: {error}", next(code for kind, code in CODES.items() if isinstance(error, kind)))
+        leave(f"experiments.again: {error}", exit_code(error))
     different = [name for name in kept | made if repr(kept.get(name)) != repr(made.get(name))]
     for name in kept | made:
         verdict = "DIFFERS" if name in different else "equal"

@@ -28,6 +28,11 @@ class Run:
     def config(self) -> TrainConfig:
         return self.study.config(self.rung, self.variant, rate=self.rate, seed=self.seed)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its result says of which run it is."""
+        return dict(study=self.study.name, rung=self.rung, variant=self.variant, rate=self.rate, seed=self.seed)
+
     def folder(self, root: pathlib.Path = ROOT) -> pathlib.Path:
         return root / self.study.name / self.rung / self.variant / f"lr{self.rate:g}_seed{self.seed}"
 
@@ -65,7 +70,7 @@ def result(run: Run, root: pathlib.Path = ROOT) -> dict[str, Any] | None:
     found = files.read(path)
     if not found:
         return None
-    here = dict(study=run.study.name, rung=run.rung, variant=run.variant, rate=run.rate, seed=run.seed)
+    here = run.identity
     kept = {name: found.get(name) for name in here}
     require(kept == here, f"{path} is the result of another run: {kept} and not {here}; move its folder away")
     return found

@@ -29,7 +29,9 @@ from k3jax.loop import NonFiniteError, SpikeError
 from k3jax.model.weights import Weights
 from k3jax.run_config import TrainConfig
 from k3jax.run_folder import write_json
-from k3jax.train import CODES, Options, train
+from k3jax.train import CODES, Options, exit_code, train
+
+MAXIMA = {"hidden_max", "activation_max"}  # measured on a training batch, and only where a study shows them
 
 
 def run_group(study: Study, rung: str, variant: str, *, seeds: int, root: pathlib.Path = folder.ROOT) -> list[dict]:
@@ -60,7 +62,7 @@ def perform(run: Run, root: pathlib.Path = folder.ROOT) -> dict:
         metrics = {run.study.metric.name: None, "diverged": str(error).partition("\n")[0]}
     sizes = measures.sizes(config)
     found = {
-        **dict(study=run.study.name, rung=run.rung, variant=run.variant, rate=run.rate, seed=run.seed),
+        **run.identity,
         "metrics": metrics,
         "cost": {**sizes, "tokens": config.tokens, "flops": sizes["flops_per_token"] * config.tokens},
         "seconds": before + time.time() - began,
@@ -77,7 +79,7 @@ def _measured(run: Run, place: pathlib.Path) -> dict[str, float]:
     if tasks:
         found = evaluate(config, _weights(place), tasks=tasks, examples=run.study.examples)
         write_json(place / "evaluation.json", found)
-    if run.study.stretch > 1 or {"hidden_max", "activation_max"} & {*run.study.measured}:
+    if run.study.stretch > 1 or MAXIMA & {*run.study.measured}:
         write_json(place / "more.json", _more(run.study, config, _weights(place)))
     metrics = measures.measures(place)
     check_metric(run.study, metrics)
@@ -105,11 +107,13 @@ def _more(study: Study, config: TrainConfig, weights: Weights) -> dict[str, floa
         longer = changed(config, {"seq_len": times * config.seq_len, "batch": max(1, config.batch // times)})
         (source,) = evaluate(longer, weights, tasks=())["sources"].values()
         found["long_bits_per_byte"] = source["bits_per_byte"]
-    if "hidden_max" in study.measured:
-        layers = diagnose.layer_statistics(config, weights, _first_batch(config))
+    maxima = MAXIMA & {*study.measured}
+    batch = _first_batch(config) if maxima else None
+    if "hidden_max" in maxima:
+        layers = diagnose.layer_statistics(config, weights, batch)
         found["hidden_max"] = float(max(layer.hidden_max for layer in layers))
-    if "activation_max" in study.measured:
-        found["activation_max"] = max(diagnose.activation_maxima(config, weights, _first_batch(config)))
+    if "activation_max" in maxima:
+        found["activation_max"] = max(diagnose.activation_maxima(config, weights, batch))
     return found
 
 
@@ -128,7 +132,7 @@ def main(argv: list[str]) -> None:
         (group,) = groups(study, argv[2:3], argv[3:])
         results = run_group(study, *group, seeds=seeds, root=pathlib.Path(flags.FLAGS.root))
     except tuple(CODES) as error:
-        leave(f"experiments.group: {error}", next(code for kind, code in CODES.items() if isinstance(error, kind)))
+        leave(f"experiments.group: {error}", exit_code(error))
     for found in results:
         print(json.dumps({"rate": found["rate"], "seed": found["seed"], **found["metrics"]}))
 

@@ -103,8 +103,8 @@ def points_of(study: Study, found: list[table.Row], variant: str) -> Points:
     Raises:
       ConfigError: the study is not decided by bits per byte, or a run diverged.
     """
-    name = study.metric.name
-    require(name == "bits_per_byte", f"study {study.name} is decided by {name}, but a ladder by bits_per_byte")
+    metric = study.metric.name
+    require(metric == "bits_per_byte", f"study {study.name} is decided by {metric}, but a ladder by bits_per_byte")
     points: Points = {}
     for (rung, name), seeds in table.at_best(study, found).items():
         if name == variant:

@@ -39,7 +39,7 @@ def groups(study: Study, rungs: Sequence[str], variants: Sequence[str], *, plann
     Raises:
       ConfigError: there is no such rung or variant, or the rung is a published size, which is only planned.
     """
-    chosen = rungs or [name for name, rung in study.rungs.items() if planned or not rung.planned]
+    chosen = rungs or (list(study.rungs) if planned else study.run_here)
     found = [(rung, variant) for rung in chosen for variant in variants or study.variants]
     for rung, variant in found:
         study.config(rung, variant)

@@ -125,6 +125,11 @@ class Study:
         """The numbers that it decides by or shows."""
         return self.metric.name, *self.shown
 
+    @property
+    def run_here(self) -> list[str]:
+        """The rungs that are not only planned."""
+        return [name for name, rung in self.rungs.items() if not rung.planned]
+
     def config(self, rung: str, variant: str, *, rate: float | None = None, seed: int = 0) -> TrainConfig:
         """The resolved run.
 

@@ -34,7 +34,7 @@ def rows(study: Study, root: pathlib.Path = folder.ROOT) -> list[Row]:
         is cut off or of another run.
     """
     found = []
-    for rung in (name for name, rung in study.rungs.items() if not rung.planned):
+    for rung in study.run_here:
         for variant in study.variants:
             for rate in study.rates:
                 place = Run(study, rung, variant, rate, 0).folder(root).parent
@@ -60,7 +60,7 @@ def missing(study: Study, found: list[Row]) -> list[str]:
     """A line for each rung and variant of which runs are missing: of its search, or of seeds at its best rate."""
     made = {(row["rung"], row["variant"], row["rate"], row["seed"]) for row in found}
     best, lines = best_rates(study, found), []
-    for rung in (name for name, rung in study.rungs.items() if not rung.planned):
+    for rung in study.run_here:
         for variant in study.variants:
             rates = [f"{rate:g}" for rate in study.rates if (rung, variant, rate, 0) not in made]
             chosen = best.get((rung, variant))

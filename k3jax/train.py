@@ -330,7 +330,7 @@ def main(argv: list[str]) -> None:
 def _leave(error: Exception) -> NoReturn:
     """Ends the process with what the error means. One of several, unless all stop together, ends at once: at its usual
     exit JAX would wait for the others, which may wait for this one."""
-    code = next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
+    code = exit_code(error)
     if code is not None:
         print(f"k3jax.train: {error}", file=sys.stderr)
     if isinstance(error, Stopped):
@@ -345,7 +345,6 @@ def _leave(error: Exception) -> NoReturn:
     os._exit(1 if code is None else code)
 
 
-# What an error means for whoever started the process: the first kind that it is an instance of counts.
 CODES: dict[type[BaseException], Exit] = {
     Stopped: Exit.PREEMPTED,
     NonFiniteError: Exit.NON_FINITE,
@@ -359,6 +358,11 @@ CODES: dict[type[BaseException], Exit] = {
     report.ReportError: Exit.CONFIGURATION,
     OSError: Exit.STORAGE,
 }
+
+
+def exit_code(error: BaseException) -> Exit | None:
+    """What an error means for whoever started the process: the first kind of CODES that it is counts, None without."""
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
 
 
 def _say(run: pathlib.Path, summary: dict) -> None:

@@ -39,7 +39,7 @@ def distinct(every: dict[str, Study]) -> dict[Any, tuple[str, TrainConfig]]:
     """One configuration for each set of parts, by the layers' kinds and those parts."""
     found: dict[Any, tuple[str, TrainConfig]] = {}
     for study in every.values():
-        rung = next(name for name, rung in study.rungs.items() if not rung.planned)
+        rung = study.run_here[0]
         for variant in study.variants:
             config = small(study.config(rung, variant))
             kinds = frozenset(config.model.kinds)
