@@ -3,10 +3,12 @@
 python -m experiments.plan s05_attention_residuals --topology v5p:2x2x2 --rung attnres_194m
 """
 
+import math
+
 from absl import app, flags
 
 from experiments.run import groups
-from experiments.study import Study, load
+from experiments.study import Rung, Study, load
 from k3jax import layouts, runtime
 from k3jax.config import ConfigError
 from k3jax.exits import leave
@@ -17,9 +19,17 @@ GB = 1e9
 COLUMNS = ("rung", "variant", "layout", "GB of a device", "fits", "step, s", "bound by", "MFU at most")
 
 
+def layout_of(rung: Rung, devices: int) -> str:
+    """The rung's own layout where it is for as many devices; else fsdp, as far as rows go round, and context."""
+    if rung.layout and layouts.load(rung.layout).devices == devices:
+        return rung.layout
+    fsdp = math.gcd(rung.config.batch, devices)
+    return f"fsdp={fsdp}" + (f",context={devices // fsdp}" if fsdp < devices else "")
+
+
 def row(study: Study, rung: str, variant: str, topology: chips.Topology, layout: str) -> tuple[str, ...]:
     """One rung and variant compiled for the topology, or the reason why it cannot be."""
-    chosen = layout or study.rungs[rung].layout or f"fsdp={topology.devices}"
+    chosen = layout or layout_of(study.rungs[rung], topology.devices)
     try:
         found: Plan = compiled.plan(study.config(rung, variant), layouts.load(chosen), topology)
     except ConfigError as error:
@@ -52,7 +62,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     runtime.start_without_devices()
     flags.DEFINE_string("topology", "v5p:2x2x2", "chip:shape, such as v5p:16x16x16, tpu7x:4x4x8 or v6e:4x4")
-    flags.DEFINE_string("layout", "", "a named layout, or fields; default that of the rung, or all devices along fsdp")
+    flags.DEFINE_string("layout", "", "a named layout, or fields; default one for the rung and as many devices")
     flags.DEFINE_multi_string("rung", [], "a rung; repeat for several; default all")
     flags.DEFINE_list("variants", [], "variants, separated by commas; default the control")
     app.run(main)

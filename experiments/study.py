@@ -31,7 +31,7 @@ class Rung:
     Attributes:
       config: the run of the control; each variant changes it.
       planned: a published size, for `experiments.plan`: the command that runs studies leaves it out.
-      layout: where the plan puts it, a name or fields (`k3jax.layouts`); empty for all devices along fsdp.
+      layout: where the plan puts it on as many devices, a name or fields (`k3jax.layouts`); empty for none of its own.
     """
 
     config: TrainConfig

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from experiments.plan import layout_of
 from experiments.study import Study, changed, studies
-from k3jax import config_io, presets, runtime, step
+from k3jax import config_io, layout_report, layouts, placement, presets, runtime, step
 from k3jax.config_optim import Tunable
 from k3jax.run_config import TrainConfig
 
@@ -67,3 +68,15 @@ def test_every_rung_and_variant_resolves(name):
     if len(study.rates) > 1:
         assert list(study.rates) == sorted(set(study.rates))
     assert {name for published in study.published for name in published.numbers} - set(study.variants) <= {"15to1"}
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("name", studies())
+def test_every_rung_has_a_layout_for_a_slice(name, devices):
+    """Four rows on eight devices too, and a rung whose own layout is for sixteen."""
+    for rung in studies()[name].rungs.values():
+        layout = layouts.load(layout_of(rung, devices))
+        mesh = layout_report.mesh_of(layout)
+        placement.check_model(rung.config.model, mesh)
+        placement.check_batch(rung.config, mesh)
+        assert layout.devices == devices
