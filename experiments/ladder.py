@@ -120,7 +120,7 @@ def figure(study: Study, points: dict[str, Points], found: Comparison) -> Figure
     the published lines over the computation of the runs behind them."""
     published = list(_published(study, list(points)))
     with matplotlib.rc_context(STYLE):
-        drawn = Figure(figsize=(10 if published else 6, 4), layout="constrained", facecolor="white")
+        drawn = Figure(figsize=(10 if published else 6, 5), layout="constrained", facecolor="white")
         panels = drawn.subplots(1, 2 if published else 1, squeeze=False)[0]
         for number, (name, line) in enumerate(zip(points, (found.control, found.other))):
             every = [(c, loss) for c, losses in points[name].items() for loss in losses]
@@ -158,7 +158,7 @@ def _scales(axes: Axes, title: str, loss: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("PFLOP/s-days")
     axes.set_ylabel(loss)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def main(argv: list[str]) -> None:
