@@ -39,7 +39,7 @@ STUDY = Study(
         "plain": {},
     },
     control="latent",
-    rates=(5e-3, 1e-2, 2e-2),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="The latent pays if plain experts are worse by more than their interval at the same dispatched bytes, or no "
     "better than latent_half_bytes; the norm helps if latent_no_norm is worse by more than its interval.",

@@ -48,7 +48,7 @@ STUDY = Study(
     | {name: rung for name, rung in RESIDUALS.rungs.items() if rung.planned},
     variants={"k3": _k3, "baseline": _baseline},
     control="k3",
-    rates=(5e-3, 1e-2, 2e-2),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="The recipe saves computation if the bootstrap interval of the ratio of operations at equal loss is above 1.",
     shown=("active_parameters", "flops"),
