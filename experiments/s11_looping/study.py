@@ -40,7 +40,7 @@ STUDY = Study(
     rungs={"d64": Rung(text_run(layers=8, steps=240)), "attnres_436m": _published()},
     variants={"deep": {}, "looped_2": _looped(2), "shallow": _shallow, "shared_kv_2": {"model.mla.share": 2}},
     control="deep",
-    rates=(5e-3, 1e-2, 2e-2),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="Looping recovers depth if looped_2 is better than shallow by more than their intervals; how much is the "
     "share of the difference between shallow and deep. Sharing is free if shared_kv_2 is no worse than deep by more "
