@@ -36,7 +36,7 @@ STUDY = Study(
     },
     variants=RATIOS,
     control="3to1",
-    rates=(1e-2, 2e-2, 4e-2),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="The published order holds if 3:1 is no worse than any other ratio (no interval of a difference lies below "
     "zero) and all of attention is worse than 3:1 by more than its interval.",

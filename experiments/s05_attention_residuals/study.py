@@ -30,7 +30,7 @@ STUDY = Study(
         "full_random_query": {"model.residual": c.FullAttnRes(query=c.RandomQuery(0.02))},
     },
     control="none",
-    rates=(1e-2, 2e-2, 4e-2),
+    rates=(5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="Attention residuals help if full and block_2 are better than none by more than their intervals.",
     published=(
