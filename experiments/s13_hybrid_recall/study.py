@@ -10,10 +10,10 @@ RECALL = MultiQueryRecall(vocab=64, lengths=(16, 32, 64), pairs=(4, 8, 16))
 STUDY = Study(
     name="s13_hybrid_recall",
     question="What does the share of full attention change in recall over distance?",
-    rungs={"d64": Rung(task_run(RECALL, layers=8, dim=64, batch=16, steps=300))},
+    rungs={"d64": Rung(task_run(RECALL, layers=8, dim=64, batch=16, steps=600))},
     variants=RATIOS,
     control="3to1",
-    rates=(5e-3, 1e-2, 2e-2, 4e-2),
+    rates=(5e-3, 1e-2, 2e-2),
     metric=Metric("accuracy", "higher"),
     rule="Attention helps recall if a variant with less of it than 3:1 (7:1, none) is worse by more than its interval; "
     "with distance if what it lacks grows from recall@4-7 to recall@32-63.",
