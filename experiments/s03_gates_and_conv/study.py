@@ -30,7 +30,7 @@ STUDY = Study(
         "softplus_decay": _kda(decay=c.SoftplusDecay()),
     },
     control="k3",
-    rates=(5e-3, 1e-2, 2e-2),
+    rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
     metric=Metric("bits_per_byte", "lower"),
     rule="A part earns its place if the run without it is worse by more than its interval.",
     published=(
